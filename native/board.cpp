@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kLine = 64;
 
-constexpr std::uint64_t kRound = 2 * Board::kSteps;  // what a word grows by with each round
+constexpr std::uint64_t kRound = 2 * Board::kSteps;  // the increment of a word with each round
 
 constexpr std::size_t row_nbytes(std::uint64_t tensors) {
     return (tensors * sizeof(std::uint64_t) + kLine - 1) / kLine * kLine;

@@ -15,7 +15,7 @@
 #define SLIPSTREAM_AVX2 __attribute__((target("avx2,popcnt")))
 #endif
 
-// What a function for one processor calls must end up inside it, to be compiled for that.
+// A function that a function for one processor calls must be inlined into it, to be compiled for it.
 #define SLIPSTREAM_INLINE __attribute__((always_inline)) inline
 
 namespace slipstream {
@@ -55,7 +55,7 @@ float one_nan(float value) noexcept {
     return value == value ? value : std::bit_cast<float>(0x7FC00000u);
 }
 
-// By mask: whether a value travels is as good as random, and a branch on it mispredicted.
+// By mask, since a branch on whether a value is sent would be mispredicted half of the time.
 float either(bool first, float one, float other) noexcept {
     const std::uint32_t mask = 0u - std::uint32_t{first};
     return std::bit_cast<float>((std::bit_cast<std::uint32_t>(one) & mask) |
@@ -64,10 +64,10 @@ float either(bool first, float one, float other) noexcept {
 
 constexpr std::uint32_t kMagnitude = 0x7FFFFFFFu;
 constexpr std::uint32_t kInfinity = 0x7F800000u;
-// Beyond it a finite float would round to an infinite bfloat16.
+// Beyond this a finite float would round to an infinite bfloat16.
 constexpr std::uint32_t kRoundsToFinite = 0x7F7F7FFFu;
 
-// What a value is when it travels, and what that leaves of it.
+// The value that is sent, and the remainder.
 struct Float32 {
     using Stored = float;
     static constexpr BoundedValues kValues = BoundedValues::float32;
@@ -125,13 +125,13 @@ SLIPSTREAM_INLINE std::size_t count_bits(const std::byte* bits, std::size_t nbyt
     return found;
 }
 
-// The loops in which the time goes, over any number of values; a path has all of them.
+// The loops that take the time, over any number of values; a path has all of them.
 struct Portable {
     static constexpr QuantizePack& quantize = quantize_pack_portable;
     static constexpr QuantizeUnpack& dequantize = quantize_unpack_portable;
 
-    // Splits gradient + residual into what travels, with its bits, and the residual; gives how many
-    // travel. `values` has room for all.
+    // Splits gradient + residual into the values sent, with their bits, and the residual; returns how
+    // many are sent. `values` has room for all.
     template <class Wire>
     static std::size_t filter(std::byte* values, std::byte* bits, const std::byte* gradient,
                               std::byte* residual, std::size_t count, float delta,
@@ -147,7 +147,7 @@ struct Portable {
                 ties -= tied;
                 const auto sent = Wire::narrow(acc);
                 store(residual, i, either(travels, Wire::left(acc, sent), acc));
-                // Always stored, and overwritten unless it travels: no branch here either.
+                // Always stored, and overwritten unless it is sent: no branch here either.
                 store(values, kept, sent);
                 kept += travels;
                 byte |= unsigned{travels} << (i - start);
@@ -168,7 +168,7 @@ struct Portable {
             add_one(out, i, Wire::widen(load<typename Wire::Stored>(values, i)));
     }
 
-    // Adds values to where bits are set, `kept` of them at most, and gives how many that were.
+    // Adds values where bits are set, `kept` of them at most; returns how many were added.
     template <class Wire>
     static std::size_t add_bitmap(std::byte* out, const std::byte* values, std::size_t kept,
                                   const std::byte* bits, std::size_t count) noexcept {
@@ -191,8 +191,8 @@ struct Portable {
 
 #if defined(SLIPSTREAM_AVX2)
 
-// For every byte of bits, a byte a lane. Compressing: where lane k's value comes from, those of set
-// bits first. Expanding: which of the packed values lane k gets, negative where there is none.
+// For every byte of bits, a byte for each lane. Compressing: the source of lane k's value, those with
+// set bits first. Expanding: which of the packed values lane k gets, negative if none.
 struct Permutations {
     std::array<std::uint64_t, 256> compress{}, expand{};
 
@@ -226,7 +226,7 @@ struct Avx2 {
         return _mm256_blendv_ps(value, nan, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     }
 
-    // A bfloat16 as the upper half of a float: which may then be computed with.
+    // A bfloat16 as the upper half of a float, which can be computed with.
     SLIPSTREAM_AVX2 static __m256 narrow(Float32, __m256 acc) noexcept { return acc; }
     SLIPSTREAM_AVX2 static __m256 narrow(BFloat16, __m256 acc) noexcept {
         const __m256i bits = _mm256_castps_si256(acc);
@@ -286,8 +286,8 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, one));
     }
 
-    // All eight lanes are stored, of which the next store overwrites those that do not travel:
-    // no more than i values travelled before value i, so there is room.
+    // All eight lanes are stored; the next store overwrites those that are not sent. At most i values
+    // are sent before value i, so there is room.
     template <class Wire>
     SLIPSTREAM_AVX2 static std::size_t filter(std::byte* values, std::byte* bits,
                                               const std::byte* gradient, std::byte* residual,
@@ -338,7 +338,7 @@ struct Avx2 {
                                   values + whole * sizeof(typename Wire::Stored), count - whole);
     }
 
-    // Eight values are read where as many are left.
+    // Eight values are read if so many remain.
     template <class Wire>
     SLIPSTREAM_AVX2 static std::size_t add_bitmap(std::byte* out, const std::byte* values,
                                                   std::size_t kept, const std::byte* bits,
@@ -370,7 +370,7 @@ bool has_avx2() noexcept {
 
 #endif  // SLIPSTREAM_AVX2
 
-// Writes the gaps before set bits as LEB128 and gives their bytes; nothing if `room` is too small.
+// Writes the gaps before set bits as LEB128 and returns their bytes; nothing if `room` is too small.
 std::optional<std::size_t> write_gaps(std::byte* out, std::size_t room, const std::byte* bits,
                                       std::size_t count) noexcept {
     std::size_t used = 0, next = 0;
@@ -391,7 +391,7 @@ std::optional<std::size_t> write_gaps(std::byte* out, std::size_t room, const st
     return used;
 }
 
-// Moves `at` past a gap; nothing where it is cut short, or longer than it need be.
+// Moves `at` past a gap; returns nothing if it is cut short, or longer than necessary.
 std::optional<std::size_t> read_gap(const std::byte*& at, const std::byte* end) noexcept {
     std::size_t gap = 0;
     for (unsigned shift = 0; shift < 32 && at != end; shift += 7) {
@@ -403,7 +403,7 @@ std::optional<std::size_t> read_gap(const std::byte*& at, const std::byte* end) 
     return std::nullopt;
 }
 
-// Calls use(k, the index of value k), and gives the reason where it has to stop.
+// Calls use(k, the index of value k); returns the reason if it has to stop.
 template <class Use>
 const char* each_index(const std::byte* gaps, std::size_t nbytes, std::size_t kept,
                        std::size_t count, Use use) noexcept {
@@ -420,13 +420,13 @@ const char* each_index(const std::byte* gaps, std::size_t nbytes, std::size_t ke
     return gaps == end ? nullptr : "bytes are left over behind the indexes";
 }
 
-// From packed values to one in every place, in the same memory. From the end: no value moves to a
-// place before its own, so none is overwritten that has yet to move.
+// Expands packed values to one for every element, in the same memory. It starts at the end: no value
+// moves to an element before its own, so none is overwritten before it has moved.
 template <class T>
 void spread(std::byte* values, std::size_t kept, const std::byte* bits,
             std::size_t count) noexcept {
     std::size_t stop = count;
-    while (kept < stop) {  // else those before `stop` are in place
+    while (kept < stop) {  // otherwise those before `stop` are in place
         const std::size_t start = (stop - 1) / kLanes * kLanes;
         const auto byte = load<std::uint8_t>(bits, start / 8);
         if (byte == 0xFF) {
@@ -451,8 +451,8 @@ void each_set(const std::byte* bits, std::size_t count, Use use) noexcept {
     }
 }
 
-// Packed floats become runs of few bits in the same memory: a run is smaller than its floats, which
-// are copied first. What rounding leaves goes to the residual, in the place of each value.
+// Turns packed floats into runs of few bits in the same memory: a run is smaller than its floats,
+// which are copied first. Rounding errors are added to the residual, at the index of each value.
 template <class Path>
 void shorten(std::byte* values, std::size_t kept, const std::byte* bits, std::size_t count,
              std::byte* residual, CodeBits width) noexcept {
@@ -476,8 +476,8 @@ void shorten(std::byte* values, std::size_t kept, const std::byte* bits, std::si
     });
 }
 
-// The bits wait behind the room for all values. So each form can be made where it is to stand:
-// values that move apart do not reach them, and gaps are only worth it where values are few.
+// The bits are stored after the room for all values. So each form can be written in its final memory:
+// values that move apart do not reach the bits, and gaps are only used if there are few values.
 template <class Path, class Wire>
 std::size_t pack(std::byte* out, const std::byte* gradient, std::byte* residual, std::size_t count,
                  float delta, std::size_t ties, BoundedValues kind) noexcept {
@@ -548,7 +548,7 @@ const char* check_body(const std::byte* body, const Header& header, std::size_t 
     return "its form is unknown";
 }
 
-// The header is read once, into `header`: whatever becomes of the frame, that stays as found.
+// The header is read once, into `header`, which stays the same whatever happens to the frame.
 template <class Path>
 const char* check(const std::byte* frame, std::size_t nbytes, std::size_t count,
                   Header& header) noexcept {
@@ -563,7 +563,7 @@ const char* check(const std::byte* frame, std::size_t nbytes, std::size_t count,
     return check_body<Path>(frame + kBoundedHeader, header, count);
 }
 
-// What happens to a part of the destination before values are added to it.
+// The action on a part of the destination before values are added to it.
 struct Leave {
     void operator()(std::byte*, std::size_t) const noexcept {}
 };
@@ -573,8 +573,8 @@ struct Clear {
     }
 };
 
-// What is cleared is still in the first-level cache when it is added to. A multiple of 8: blocks
-// begin with a byte.
+// A cleared part is still in the first-level cache when values are added to it. A multiple of 8, since
+// blocks begin with a byte.
 constexpr std::size_t kBlock = 2048;
 
 template <class Path, class Wire, class Before>

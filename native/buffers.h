@@ -1,6 +1,6 @@
 #pragma once
 
-// What Python hands over: buffers are checked at the face, so the kernels need not.
+// Buffers from Python are checked here, so that the kernels need not check them.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -20,7 +20,7 @@ class Buffer {
   public:
     enum class Access { read, write };
 
-    // `name` is the argument's, for messages.
+    // `name` is the argument's name, for messages.
     Buffer(nb::handle object, const std::string& name, Access access) {
         if (!PyObject_CheckBuffer(object.ptr())) {
             const auto type = nb::cast<std::string>(nb::type_name(object.type()));
@@ -29,13 +29,13 @@ class Buffer {
         const bool writes = access == Access::write;
         if (PyObject_GetBuffer(object.ptr(), &view_, writes ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0)
             return;
-        // Exporters disagree on the exception they refuse with.
+        // Exporters disagree on the exception with which they refuse.
         const nb::python_error cause;
         refuse(name + " must be " + (writes ? "writable and " : "") + "C-contiguous: " +
                nb::str(cause.value()).c_str());
     }
 
-    // An exporter may point into the view it filled: it stays where it is.
+    // An exporter may point into the view that it filled, so the view must not move.
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
     ~Buffer() { PyBuffer_Release(&view_); }

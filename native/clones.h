@@ -2,8 +2,8 @@
 
 // One copy of each kernel per vector width, chosen when the module loads. It needs the ifunc of
 // GNU libc; elsewhere the compiler's baseline (SSE2, NEON) is used. The results are the same
-// bytes: additions keep their order within an element, and the build forbids contraction to FMA (but
-// for text_net.cpp, whose results need not be the same everywhere).
+// bytes: additions keep their order within an element, and the build forbids contraction to FMA
+// (except for text_net.cpp, whose results need not be the same everywhere).
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(SLIPSTREAM_ONE_KERNEL)
 #define SLIPSTREAM_CLONES \
@@ -12,5 +12,5 @@
 #define SLIPSTREAM_CLONES
 #endif
 
-// What a clone calls must end up inside it, to be compiled for its width.
+// A function that a clone calls must be inlined into it, to be compiled for its width.
 #define SLIPSTREAM_INLINE __attribute__((always_inline)) inline

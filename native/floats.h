@@ -19,12 +19,12 @@ inline void store(std::byte* data, std::size_t index, float value) noexcept {
     std::memcpy(data + index * sizeof(float), &value, sizeof(float));
 }
 
-// Every NaN as the same quiet one, so that equal input gives equal bytes.
+// Returns every NaN as the same quiet one, so that equal input gives equal bytes.
 inline float one_nan(float value) noexcept {
     return value == value ? value : std::bit_cast<float>(0x7FC00000u);
 }
 
-// Little-endian, as frames have it.
+// Little-endian, as in frames.
 inline float read_scale(const std::byte* data) noexcept {
     std::uint32_t bits = 0;
     for (int i = 0; i < 4; ++i) bits |= std::to_integer<std::uint32_t>(data[i]) << (8 * i);

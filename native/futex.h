@@ -46,7 +46,7 @@ inline void wake(std::atomic<std::uint32_t>& word) {
 #if defined(__linux__)
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #else
-    static_cast<void>(word);  // who sleeps looks again soon
+    static_cast<void>(word);  // a sleeper wakes by itself soon
 #endif
 }
 

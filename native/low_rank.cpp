@@ -9,7 +9,7 @@
 namespace slipstream {
 namespace {
 
-constexpr std::size_t kTile = 1024;       // columns that are worked on at a time, in the cache
+constexpr std::size_t kTile = 1024;       // columns processed at a time, in the cache
 constexpr std::size_t kLanes = 16;        // of sums along a row
 constexpr std::size_t kRowsAtATime = 256; // of sums along a column
 
@@ -39,7 +39,7 @@ SLIPSTREAM_INLINE void add(float* __restrict to, const float* __restrict more, s
     for (std::size_t j = 0; j < count; ++j) to[j] += more[j];
 }
 
-// Of one row with `Vectors` vectors of the basis, `stride` apart.
+// The products of one row with `Vectors` vectors of the basis, `stride` apart.
 template <std::size_t Vectors>
 SLIPSTREAM_INLINE void dot(float* factor, std::size_t factor_stride, const float* __restrict row,
                            const float* __restrict basis, std::size_t stride, std::size_t count) {

@@ -11,7 +11,7 @@
 namespace slipstream {
 namespace {
 
-// The conversions choose by value, not by branch, so that loops over them vectorise.
+// The conversions select by value, not by branch, so that loops over them are vectorised.
 
 struct Float32 {
     using Stored = float;
@@ -54,7 +54,7 @@ struct Float16 {
         const std::uint32_t magnitude = stored & 0x7FFFu;
         const std::uint32_t exponent_shift = (127u - 15u) << 23;
         const std::uint32_t normal = (magnitude << 13) + exponent_shift;
-        // Inf and NaN keep an exponent of all ones, so theirs moves twice as far.
+        // Inf and NaN keep an exponent of all ones, so theirs is changed by twice as much.
         const std::uint32_t special = normal + exponent_shift;
         // A subnormal is magnitude * 2^-24: put it in the fraction of 0.5, subtract the 0.5.
         const std::uint32_t half = std::bit_cast<std::uint32_t>(0.5f);
@@ -72,7 +72,7 @@ struct Float16 {
         const std::uint32_t bits = all & 0x7FFFFFFFu;
         const std::uint32_t exponent_shift = (127u - 15u) << 23;
         const std::uint32_t normal = (bits - exponent_shift + 0xFFFu + ((bits >> 13) & 1u)) >> 13;
-        // Below 2^-14 the last place is 2^-24, which is float's own at 0.5: the addition rounds.
+        // Below 2^-14 the last digit is 2^-24, which is float's own at 0.5: the addition rounds.
         const std::uint32_t half = std::bit_cast<std::uint32_t>(0.5f);
         const std::uint32_t subnormal =
             std::bit_cast<std::uint32_t>(std::bit_cast<float>(bits) + 0.5f) - half;
@@ -97,8 +97,8 @@ SLIPSTREAM_INLINE void store(std::byte* data, std::size_t index, T value) {
     std::memcpy(data + index * sizeof(T), &value, sizeof(T));
 }
 
-// A double on its way to a 16-bit format. Rounding to float and then again would round twice, so
-// the float is rounded towards zero and its last bit marks that something was cut off.
+// A double to be converted to a 16-bit format. Rounding to float and then again would round twice, so
+// the float is rounded towards zero, and its last bit marks that something was cut off.
 SLIPSTREAM_INLINE float to_odd(double sum) {
     const auto nearest = static_cast<float>(sum);
     const double back = nearest;
@@ -108,7 +108,7 @@ SLIPSTREAM_INLINE float to_odd(double sum) {
     return back == sum || sum != sum ? nearest : std::bit_cast<float>(odd);
 }
 
-// A sum in the precision that the format narrows from.
+// A sum in the precision from which the format is narrowed.
 template <class Out, class Sum>
 SLIPSTREAM_INLINE typename Out::Sum cut(Sum sum) {
     if constexpr (std::is_same_v<Sum, double> && sizeof(typename Out::Stored) == 2)

@@ -1,4 +1,4 @@
-// The Python face of the kernels: buffers are checked here, so the kernels need not.
+// The Python interface of the kernels: buffers are checked here, so that kernels need not.
 
 #include "buffers.h"
 
@@ -56,8 +56,8 @@ void check_divisor(double divisor, bool in_double) {
                nb::cast<std::string>(nb::repr(nb::float_(divisor))));
 }
 
-// A block of `out` is written when that block of every input has been read, so a shifted
-// overlap, or one of items of another size, would read means as if they were input.
+// A block of `out` is written after that block of every input has been read. With a shifted overlap,
+// or one of items of another size, means would be read as input.
 bool overlaps_badly(const Buffer& out, const Buffer& input, bool same_itemsize) {
     return !(out.data() == input.data() && same_itemsize) && overlap(out, input);
 }
@@ -108,14 +108,14 @@ std::size_t count_floats(const Buffer& buffer, const char* name) {
     return buffer.nbytes() / sizeof(float);
 }
 
-// Floats where the kernels may read and write them directly.
+// Floats in memory that the kernels may read and write directly.
 float* floats_of(const Buffer& buffer, const char* name) {
     if (reinterpret_cast<std::uintptr_t>(buffer.data()) % alignof(float) != 0)
         refuse(std::string(name) + " must be aligned to the 4 bytes of a float32");
     return reinterpret_cast<float*>(buffer.data());
 }
 
-// Floats at any address: vectors are few, so a copy costs little.
+// Floats at any address; vectors are few, so a copy costs little.
 std::vector<float> vectors_of(nb::handle object, const char* name, std::size_t count) {
     const Buffer source(object, name, Buffer::Access::read);
     if (count_floats(source, name) != count)
@@ -228,7 +228,7 @@ void check_count(std::size_t count) {
                std::to_string(slipstream::kBoundedMost) + " of a frame");
 }
 
-// The largest float that is not above: the comparison with a float is then as with the double.
+// Returns the largest float that is not above, so that comparing floats is as with the double.
 float bound_below(double delta) {
     if (!std::isfinite(delta) || delta < 0.0)
         refuse("delta must be finite and not negative, not " +
@@ -383,7 +383,7 @@ std::uint32_t checksum(nb::handle data, std::uint32_t seed) {
 
 NB_MODULE(_native, m) {
     m.doc() = "Kernels over raw buffers, and shared memory; all that takes long releases the GIL.";
-    nb::set_leak_warnings(false);  // what a script still holds when it ends is no leak
+    nb::set_leak_warnings(false);  // objects that a script still has at its end are no leak
     m.def("mean_into", &mean_into, "out"_a, "inputs"_a, "dtype"_a, "divisor"_a,
           "out_dtype"_a = nb::none(),
           "Write the sum of the inputs, taken in order, divided by `divisor`.");

@@ -28,7 +28,7 @@ struct Scales {
     }
 };
 
-// By lane: what was added to each of the two sums. A NaN is added to both.
+// By lane: the two sums. A NaN is added to both.
 struct Sums {
     double clear[kLanes] = {};
     double set[kLanes] = {};
@@ -41,7 +41,7 @@ float mean(const double (&lanes)[kLanes], std::size_t count) noexcept {
     return one_nan(static_cast<float>(sum / static_cast<double>(std::max<std::size_t>(count, 1))));
 }
 
-// The loops in which the time goes, over any number of values; a path has all of them.
+// The loops that take the time, over any number of values; a path has all of them.
 struct Portable {
     // Bits and sums of gradient + residual.
     static void weigh(std::byte* bits, const std::byte* gradient, const std::byte* residual,
@@ -61,7 +61,7 @@ struct Portable {
         }
     }
 
-    // What the scales leave of gradient + residual.
+    // The remainder of gradient + residual after the scales.
     static void keep(const std::byte* gradient, std::byte* residual, std::size_t count,
                      Scales scales) noexcept {
         for (std::size_t i = 0; i < count; ++i) {
@@ -87,7 +87,7 @@ struct Portable {
     }
 
   private:
-    // Bits are as good as random: a branch on them would be mispredicted every other time.
+    // Bits are as good as random, so a branch on them would be mispredicted half of the time.
     template <class Use>
     static void each(const std::byte* bits, std::size_t count, Scales scales, Use use) noexcept {
         const auto clear = std::bit_cast<std::uint32_t>(scales.clear);
@@ -117,7 +117,7 @@ struct Avx2 {
         _mm256_storeu_ps(reinterpret_cast<float*>(data) + index, value);
     }
 
-    // Where the second operand is NaN, max and min give it back: it is added to both sums.
+    // If the second operand is NaN, max and min return it, so that it is added to both sums.
     SLIPSTREAM_AVX2 static void weigh(std::byte* bits, const std::byte* gradient,
                                       const std::byte* residual, std::size_t count,
                                       Sums& sums) noexcept {
@@ -218,7 +218,7 @@ void unpack(std::byte* out, std::span<const std::byte* const> inputs, std::size_
             double divisor) noexcept {
     const auto by = static_cast<float>(divisor);
     Scales first = Scales::of(inputs[0]);
-    // All values of a single input are one of two, so these are all that there is to divide.
+    // All values of a single input are one of two, so only these two are divided.
     if (inputs.size() == 1) first = {one_nan(first.clear / by), one_nan(first.set / by)};
     for (std::size_t start = 0; start < count; start += kBlock) {
         const std::size_t length = std::min(kBlock, count - start);

@@ -41,7 +41,7 @@ void put_code(std::byte* codes, std::size_t i, int code) noexcept {
         codes[i] = static_cast<std::byte>(code);
     } else {
         const auto half = static_cast<std::byte>(code & 15);
-        // The earlier one of a byte is written first, and clears the other.
+        // The earlier one of a byte is written first, and clears the other half.
         codes[i / 2] = i % 2 == 0 ? half : codes[i / 2] | (half << 4);
     }
 }
@@ -60,16 +60,16 @@ float special(int code) noexcept {
                     : -std::numeric_limits<float>::infinity();
 }
 
-// How a block is rounded: acc * inverse becomes a code, and code * scale is what arrives.
+// The rounding of a block: acc * inverse becomes a code, and code * scale is received.
 struct Rounding {
     float inverse;
     float scale;
-    std::uint32_t key;  // with chance: of this block
+    std::uint32_t key;  // of this block, for random rounding
 };
 
-// The loops in which the time goes, over any number of values; a path has all of them.
+// The loops that take the time, over any number of values; a path has all of them.
 struct Portable {
-    // acc = gradient + residual; returns the largest magnitude as bits, which order as magnitudes do.
+    // acc = gradient + residual; returns the largest magnitude as bits, which have the same order.
     static std::uint32_t add(float* acc, const std::byte* gradient, const std::byte* residual,
                              std::size_t count) noexcept {
         std::uint32_t largest = 0;
@@ -159,7 +159,7 @@ struct Avx2 {
         return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_srli_epi32(x, 8)), _mm256_set1_ps(kUnit));
     }
 
-    // Codes of eight values, and what they leave.
+    // The codes of eight values, and the remainders.
     template <CodeBits Bits, bool Chance>
     SLIPSTREAM_AVX2 static __m256i codes_of(const float* acc, std::byte* residual, std::size_t i,
                                             Rounding how) noexcept {
@@ -260,7 +260,7 @@ struct Avx2 {
 
 #endif  // SLIPSTREAM_AVX2
 
-// A block that is not finite: what is finite stays behind.
+// A block that is not finite: its finite values stay in the residual.
 template <CodeBits Bits>
 void pack_special(std::byte* codes, const float* acc, std::byte* residual,
                   std::size_t count) noexcept {
@@ -286,7 +286,7 @@ void pack(std::byte* out, const std::byte* gradient, std::byte* residual, std::s
         const std::uint32_t bits = Path::add(acc, gradient + offset, kept, length);
         const auto largest = std::bit_cast<float>(bits);
         const bool is_finite = bits < kInfinity;
-        // Too small to be divided by: codes of 0, and all of it stays.
+        // Too small to divide by: codes are 0, and all values stay in the residual.
         const bool is_tiny = is_finite && largest < kSmallest;
         const float scale = !is_finite ? std::numeric_limits<float>::infinity()
                             : is_tiny  ? 0.0f

@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::uint64_t kMagic = 0x31'67'6e'69'72'70'69'6cULL;  // "lipring1"
 constexpr std::size_t kPage = 4096;
-constexpr std::uint64_t kMost = std::uint64_t{1} << 40;  // of anything: products must not overflow
-// What a slot or an answer takes that is on its way already; longer, and sleeping is cheaper.
+constexpr std::uint64_t kMost = std::uint64_t{1} << 40;  // of any size, so that products do not overflow
+// The longest wait for a slot or an answer that is about to come; longer, and sleeping is cheaper.
 constexpr int kLooks = 64;
 
 constexpr std::size_t rounded(std::size_t nbytes, std::size_t unit) {

@@ -1,4 +1,4 @@
-// The Python face of shared memory: segments, and updates of weights from slots.
+// The Python interface of shared memory: segments, and updates of weights from slots.
 
 #include "shared.h"
 

@@ -4,7 +4,7 @@
 
 namespace slipstream {
 
-// What shared memory and updates in place offer to Python.
+// The Python interface of shared memory and of updates in place.
 void bind_shared(nanobind::module_& m);
 
 }  // namespace slipstream

@@ -40,7 +40,7 @@ std::size_t text_batch(const TextRows& rows, std::span<const std::int64_t> numbe
                        const TextDropout& dropout, std::size_t classes, std::size_t pooled,
                        std::uint64_t* noise, const TextBatchParts& out) {
     Noise random(noise ? *noise : 0);
-    // What stays counts for what is dropped, so that sums have the same mean.
+    // Values that stay also count for those that are dropped, so that sums have the same mean.
     const float scale = noise ? 1 / (1 - dropout.features) : 1.0f;
     const float kept = noise ? 1 / (1 - dropout.maps) : 1.0f;
     std::int64_t words = 0, features = 0;

@@ -9,7 +9,7 @@
 namespace slipstream {
 
 // All rows of training data, one after the other: row i has the words from word_ends[i - 1] to
-// word_ends[i], and likewise features and classes.
+// word_ends[i]; features and classes are stored in the same way.
 struct TextRows {
     const std::int64_t* words;
     const std::int64_t* word_ends;
@@ -20,7 +20,7 @@ struct TextRows {
     const std::int64_t* class_ends;
 };
 
-// What training drops at random.
+// The random drops of training.
 struct TextDropout {
     const float* words;    // for each word, the probability to become `unknown`
     std::int64_t unknown;  // a word's number
@@ -28,7 +28,7 @@ struct TextDropout {
     float maps;            // the probability to set a pooled value to 0
 };
 
-// Where the parts of a batch go; those of features have room for all features of its rows.
+// The memory for the parts of a batch; that of features has room for all features of its rows.
 struct TextBatchParts {
     std::int64_t* words;
     std::int64_t* word_ends;
@@ -36,7 +36,7 @@ struct TextBatchParts {
     float* values;
     std::int64_t* feature_ends;
     float* targets;  // a row of `classes` a text
-    float* kept;     // a row of `pooled` a text
+    float* kept;     // a row of `pooled` for each text
 };
 
 // Writes some rows as a batch, and returns how many features it has. `noise` is the state of the

@@ -1,4 +1,4 @@
-// The Python face of the text net: sizes and numbers are checked here, so the kernel need not.
+// The Python interface of the text net: sizes and numbers are checked here, so the kernel need not.
 
 #include "text_module.h"
 
@@ -22,7 +22,7 @@ using namespace nb::literals;
 
 namespace {
 
-// Buffers of one argument, with sizes that are checked as they are taken one after the other.
+// The buffers of one argument, whose sizes are checked as they are taken one after the other.
 class Buffers {
   public:
     Buffers(nb::handle objects, std::string name, Buffer::Access access)
@@ -49,7 +49,7 @@ class Buffers {
         return reinterpret_cast<T*>(held_[index].data());
     }
 
-    // What is written must not overlap anything else.
+    // The output must not overlap anything else.
     void refuse_overlap(std::initializer_list<const Buffers*> others) const {
         for (std::size_t i = 0; i < size(); ++i) {
             for (std::size_t j = i + 1; j < size(); ++j) refuse_pair(i, *this, j);
@@ -102,7 +102,7 @@ void check_ends(const std::int64_t* ends, std::size_t texts, std::size_t total, 
 }
 
 constexpr std::size_t kPlain = 4;  // weights before those of the windows
-// Of three sizes, and of the windows: no product of three of these overflows.
+// The limit of three sizes, and of the windows: no product of three of these overflows.
 constexpr std::size_t kMost = std::size_t{1} << 20;
 constexpr std::size_t kMostWindows = 64;
 
@@ -170,7 +170,7 @@ double gradients(std::tuple<std::size_t, std::size_t, std::size_t> sizes,
     return text_net_gradients(net, some, results);
 }
 
-// Ends of all rows, of which only those of some are looked at.
+// The ends of all rows, of which only some are read.
 std::size_t check_rows(const std::int64_t* ends, const std::int64_t* numbers, std::size_t texts,
                        std::size_t total, const char* what) {
     std::size_t sum = 0;
@@ -184,7 +184,7 @@ std::size_t check_rows(const std::int64_t* ends, const std::int64_t* numbers, st
     return sum;
 }
 
-// The values of some rows are numbers of a table.
+// The values of some rows are indices into a table.
 void check_rows_numbers(const std::int64_t* values, const std::int64_t* ends,
                         const std::int64_t* numbers, std::size_t texts, std::size_t table,
                         const char* what) {

@@ -10,7 +10,7 @@
 namespace slipstream {
 namespace {
 
-// Where std::max has a NaN as its first argument, it returns it: NaN in a weight reaches the loss.
+// If std::max has a NaN as its first argument, it returns it: a NaN in a weight reaches the loss.
 
 constexpr std::size_t kLanes = 16;  // of sums of products
 
@@ -50,7 +50,7 @@ SLIPSTREAM_INLINE void write_scaled(float* __restrict to, float scale,
     for (std::size_t j = 0; j < count; ++j) to[j] = scale * from[j];
 }
 
-// The largest value of each map over all windows, and the place of its window.
+// Finds the largest value of each map over all windows, and the index of its window.
 template <std::size_t Rows>
 SLIPSTREAM_INLINE void pool(float* best, std::size_t* where, const TextWindow& window,
                             std::size_t map, const float* x, std::size_t dimensions,
@@ -78,7 +78,7 @@ SLIPSTREAM_INLINE void pool(float* best, std::size_t* where, const TextWindow& w
     for (std::size_t m = 0; m < Rows; ++m) best[map + m] += window.bias[map + m];
 }
 
-// Cross-entropy with soft targets; `gradient` gets its derivative, times `scale`.
+// Computes cross-entropy with soft targets; `gradient` gets its derivative, times `scale`.
 double cross_entropy(float* gradient, const float* scores, const float* targets,
                      std::size_t classes, float scale) {
     const float highest = *std::max_element(scores, scores + classes);
@@ -105,13 +105,13 @@ double squared_hinge(float* gradient, const float* scores, const float* targets,
     return loss;
 }
 
-// What one text needs in between; one object serves all texts of a batch.
+// The intermediate values of one text; one object serves all texts of a batch.
 struct Scratch {
     std::vector<float> x, pooled, best, slope, gradient;
     std::vector<std::size_t> where;
 };
 
-// Writes scores, then the loss's gradient to everything above the pooled values; `first` texts
+// Writes scores, then the loss's gradient of everything after the pooled values; texts with `first`
 // overwrite, others add.
 SLIPSTREAM_CLONES
 double above_the_pool(const TextNet& net, const float* targets, const float* kept, float* deep,

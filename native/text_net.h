@@ -15,16 +15,16 @@ struct TextWindow {
     float* bias_gradient;
 };
 
-// The weights of a wide and deep net, and where its dense gradients go.
+// The weights of a wide and deep net, and the memory for its dense gradients.
 struct TextNet {
     std::size_t dimensions;
     std::size_t maps;
     std::size_t classes;
     std::span<const TextWindow> windows;
-    const float* embedding;   // a row of `dimensions` a word
-    const float* classifier;  // a row of windows x maps a class
+    const float* embedding;   // a row of `dimensions` for each word
+    const float* classifier;  // a row of windows x maps for each class
     const float* classifier_bias;
-    const float* wide;  // a row of `classes` a feature
+    const float* wide;  // a row of `classes` for each feature
     float* classifier_gradient;
     float* classifier_bias_gradient;
 };
@@ -38,15 +38,15 @@ struct TextBatch {
     const std::int64_t* features;
     const float* values;
     const std::int64_t* feature_ends;
-    const float* targets;  // shares of the classes, a row a text, each row adds up to 1
-    const float* kept;     // dropout: what each pooled value is multiplied by, a row a text
+    const float* targets;  // shares of the classes, a row for each text, which adds up to 1
+    const float* kept;     // dropout: the factor of each pooled value, a row for each text
 };
 
-// What one pass yields besides dense gradients; every value is written.
+// The results of one pass besides dense gradients; every value is written.
 struct TextResults {
     float* word_gradients;     // a row of `dimensions` for each word of the batch
     float* feature_gradients;  // a row of `classes` for each feature of the batch
-    float* deep;               // scores, a row of `classes` a text
+    float* deep;               // scores, a row of `classes` for each text
     float* wide;
 };
 
@@ -54,8 +54,8 @@ struct TextResults {
 // cross-entropy(deep, targets) + sum over classes of max(0, 1 - y wide)^2 with y = 1 where the
 // target is above 0, else -1. Of equal maxima over time the first gets the gradient.
 //
-// Others may change the weights meanwhile (gadei's update server does): the classifier and the windows
-// are read twice, so a gradient may mix the values before and after an update.
+// Other processes may change the weights meanwhile (gadei's update server does): the classifier and
+// the windows are read twice, so a gradient may mix the values before and after an update.
 //
 // Most of the time of an ordinary backward pass goes into products with zeros: of each map, only
 // the window with the largest value has a gradient, and dropout removes half of those.

@@ -177,7 +177,7 @@ void Update::one(const Place& place, std::byte* weights, std::byte* slot, std::s
     };
     ++steps;
     if (forms_[tensor] >= kRows && rule_ == Rule::sgd && settings[1] == 0.0 && settings[3] == 0.0) {
-        // Elsewhere the gradient is zero, and so is what this rule makes of it.
+        // For other rows the gradient is zero, and so is the result of this rule.
         const auto rate = static_cast<T>(settings[5] != 0.0 ? -settings[0] : settings[0]);
         for (const std::int64_t number : numbers_[tensor]) {
             plain(w + row_at(number), g + row_at(number), place.width, rate);

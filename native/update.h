@@ -6,18 +6,18 @@
 
 namespace slipstream {
 
-// Optimizers' updates of weights in place, from gradients as they lie in a slot.
+// Optimizers' updates of weights in place, from the gradients in a slot.
 //
 // A slot begins with one word for each tensor, its form: kAbsent, kDense, or kRows + the number of
-// rows that are not zero; then kSettings doubles for each parameter group, what its optimizer is
-// set to. After that come the tensors, each at its own place and whole, and the numbers of rows. A
-// row may be named twice: it counts once, since what was applied is zero then.
+// rows that are not zero; then kSettings doubles for each parameter group, its optimizer's settings.
+// The complete tensors follow, each at its own offset, and the numbers of rows. A row may be listed
+// twice: it counts once, since rows are set to zero when they are applied.
 
 constexpr std::uint64_t kAbsent = 0, kDense = 1, kRows = 2;
 constexpr std::size_t kSettings = 8;
 
-// Adds rows of values to those of `out` that `ids` names, and notes their numbers. False, and nothing
-// has changed, if `out` has no such row.
+// Adds rows of values to the rows of `out` that `ids` lists, and records their numbers. Returns false,
+// and changes nothing, if `out` has no such row.
 template <typename T>
 bool add_rows(T* out, std::int64_t* numbers, std::size_t all, std::size_t width,
               const std::int64_t* ids, const T* values, std::size_t rows) noexcept;
@@ -30,11 +30,11 @@ enum class Rule {
 };
 
 struct Place {
-    std::size_t weights_at;  // bytes from the beginning of the weights, and of an optimizer's memories
+    std::size_t weights_at;  // bytes from the beginning of the weights, and of an optimizer's state
     std::size_t slot_at;     // bytes from the beginning of a slot
     std::size_t numbers_at;  // of the rows' numbers in a slot, as int64
     std::size_t count;       // values
-    std::size_t width;       // values of a row; 0 where rows do not travel
+    std::size_t width;       // values of a row; 0 if it is never sent as rows
     std::size_t group;
     bool is_double;
 };
@@ -47,15 +47,15 @@ class Update {
     std::size_t slot_nbytes() const noexcept { return slot_nbytes_; }
     std::size_t tensors() const noexcept { return places_.size(); }
 
-    // What an optimizer remembers, each of the size of the weights, and its steps by tensor; zeros
-    // at first. `third` is centered RMSprop's alone.
+    // The optimizer's state, each part as large as the weights, and its steps by tensor; zeros at first.
+    // `third` is used by centered RMSprop only.
     struct Memory {
         std::byte *first, *second, *third;
         std::uint64_t* steps;
     };
 
-    // Why the slot cannot be applied, and then nothing has changed; nullptr if it was. What came in
-    // rows is all zeros afterwards.
+    // Returns why the slot cannot be applied, without any change; nullptr if it was applied. The rows of
+    // a slot are all zeros afterwards.
     const char* apply(std::byte* weights, std::byte* slot, const Memory& memory);
 
   private:
@@ -67,7 +67,7 @@ class Update {
     Rule rule_;
     std::vector<Place> places_;
     std::size_t groups_, weights_nbytes_ = 0, slot_nbytes_ = 0;
-    // Of the slot being applied: a copy, since whoever filled it could still write there.
+    // A copy of the slot being applied, since the learner that filled it could still write there.
     std::vector<std::uint64_t> forms_;
     std::vector<std::vector<std::int64_t>> numbers_;
 };

@@ -23,8 +23,8 @@ def mean_into(
 ) -> None:
     """Write `((inputs[0] + inputs[1]) + inputs[2] + ...) / divisor`, added strictly in order.
 
-    `dtype` is that of the inputs, and of `out` unless `out_dtype` says otherwise; with one input
-    and a divisor of 1 this converts. Sums are held in float32 (float64 where either is float64)
+    `dtype` is that of the inputs, and of `out` unless `out_dtype` is another; with one input
+    and a divisor of 1 this converts. Sums are computed in float32 (float64 if either is float64)
     and rounded once, to nearest even. Every NaN is written as the same quiet NaN. Equal input
     therefore gives equal bytes on any processor.
 
@@ -35,15 +35,15 @@ def mean_into(
 def largest(
     data: _Bytes, dtype: Literal["float32", "float64", "bfloat16", "float16"] | str
 ) -> float:
-    """The largest magnitude of the values, 0.0 of none; infinite if one is, NaN if one is NaN."""
+    """Return the largest magnitude, 0.0 of none; infinite if one is, NaN if one is NaN."""
 
 def one_bit_pack(out: _Bytes, gradient: _Bytes, residual: _Bytes) -> None:
-    """Write one bit a value of `gradient + residual` (float32), and keep what that leaves.
+    """Write one bit per value of `gradient + residual` (float32), and keep the remainder.
 
     With `acc = gradient + residual`, the bit is `acc >= 0` and a bit's scale is the mean of its
-    `acc` (0 where there are none); `residual` becomes `acc` minus the scale of its bit, rounded
-    once. A NaN makes both scales NaN, an infinity that of its sign infinite; then `residual` stays
-    as it was, so that what follows can be finite again.
+    `acc` (0 if there are none); `residual` becomes `acc` minus the scale of its bit, rounded
+    once. A NaN makes both scales NaN, an infinity makes that of its sign infinite; then `residual`
+    does not change, so that later values can be finite again.
 
     `out` has `8 + ceil(n / 8)` bytes, little-endian: the scale of clear bits, that of set bits, and
     the bits, that of value i in byte i / 8 as bit i % 8. Equal input gives equal bytes on any
@@ -51,17 +51,17 @@ def one_bit_pack(out: _Bytes, gradient: _Bytes, residual: _Bytes) -> None:
     """
 
 def one_bit_pack_portable(out: _Bytes, gradient: _Bytes, residual: _Bytes) -> None:
-    """What `one_bit_pack` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `one_bit_pack`, which uses this on a processor without AVX2."""
 
 def one_bit_unpack(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
     """Write the sum of the values packed in `inputs`, added strictly in order, over `divisor`.
 
-    The bytes are those that `mean_into` gives for the inputs unpacked. `out` is float32 and
+    The bytes are those of `mean_into` for the unpacked inputs. `out` is float32 and
     overlaps no input.
     """
 
 def one_bit_unpack_portable(out: _Bytes, inputs: Sequence[_Bytes], divisor: float = 1.0) -> None:
-    """What `one_bit_unpack` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `one_bit_unpack`, which uses this on a processor without AVX2."""
 
 def low_rank_pack(
     factor: _Bytes,
@@ -72,18 +72,18 @@ def low_rank_pack(
     rank: int,
     left: bool,
 ) -> None:
-    """Write the product of the matrix `gradient + residual` with a basis; keep what that leaves.
+    """Write the product of the matrix `gradient + residual` with a basis; keep the remainder.
 
     All are float32. `basis` has `rank` vectors as long as a row (as a column if `left`), one after
     the other; `factor` gets as many, as long as a column (as a row if `left`). `residual` becomes
-    the sum minus what `low_rank_unpack` makes of the two, rounded once. Equal input gives equal
+    the sum minus the result of `low_rank_unpack` on both, rounded once. Equal input gives equal
     bytes on any processor. No two of the buffers may overlap.
     """
 
 def low_rank_unpack(out: _Bytes, u: _Bytes, v: _Bytes, rows: int, rank: int) -> None:
     """Write the sum of the outer products of `rank` vectors each, added strictly in order.
 
-    `u` are as long as a column of `out`, `v` as long as a row, all float32.
+    Vectors `u` are as long as a column of `out`, `v` as long as a row, all float32.
     """
 
 def text_net_gradients(
@@ -103,9 +103,9 @@ def text_net_gradients(
             bias.
         batch: int64 words and their ends, int64 features, float32 values, int64 ends of the
             features, float32 targets and dropout's mask.
-        gradients: Where gradients go, in the order of the weights; of the first two, a row for
-            each word and each feature of the batch.
-        scores: Where scores of the deep and the wide part go, a row a text.
+        gradients: The memory for gradients, in the order of the weights; of the first two, a row
+            for each word and each feature of the batch.
+        scores: The memory for scores of the deep and the wide part, a row for each text.
     """
 
 def text_batch(
@@ -121,20 +121,20 @@ def text_batch(
     """Write some rows of training data as a batch; return how many features it has.
 
     Args:
-        rows: Of all rows, one after the other: int64 words and their ends, int64 features, float32
+        rows: All rows, one after the other: int64 words and their ends, int64 features, float32
             values, int64 ends of the features, int64 classes and their ends.
         numbers: int64 numbers of the rows in the batch.
         dropped: float32, for each word the probability to become unknown.
         unknown: The number of the unknown word.
         rates: The probabilities to leave out a feature and to drop a pooled value.
-        classes: How many classes there are.
+        classes: The number of classes.
         noise: uint64, the state of the random generator, which advances. None: nothing is dropped.
-        batch: Where its parts go, as `text_net_gradients` takes them; features and values have
-            room for all of the rows' features.
+        batch: The memory for its parts, as `text_net_gradients` takes them; features and values
+            have room for all of the rows' features.
     """
 
 def quantized_nbytes(count: int, bits: int, block: int) -> int:
-    """The bytes that `quantize_pack` writes for `count` values: scales, then codes."""
+    """Return the bytes that `quantize_pack` writes for `count` values: scales, then codes."""
 
 def quantize_pack(
     out: _Bytes,
@@ -144,17 +144,17 @@ def quantize_pack(
     block: int,
     seed: int | None = None,
 ) -> None:
-    """Write `gradient + residual` (float32) in `bits` bits a value, and keep what that leaves.
+    """Write `gradient + residual` (float32) in `bits` bits per value, and keep the remainder.
 
     With `acc = gradient + residual` and L = 127 (8 bits) or 7 (4 bits), a block's scale is its
     largest `abs(acc) / L`, cut so that `code * scale` is exact, and a code `acc / scale`, rounded
-    to nearest even; with a `seed`, up or down by chance. `residual` becomes `acc - code * scale`,
-    exactly unless chance decided. Without a `residual` nothing is added, and what rounding leaves
-    is lost.
+    to nearest even; with a `seed`, up or down at random. `residual` becomes `acc - code * scale`,
+    exactly unless rounding was random. Without a `residual` nothing is added, and rounding errors
+    are lost.
 
-    What is not finite arrives as it is and leaves `residual` alone; all that is finite in such a
-    block stays in `residual`. `native/quantize.h` has the layout. Equal input gives equal bytes on
-    any processor. No two of the buffers may overlap.
+    A value that is not finite is received as such and does not change `residual`; finite values of
+    such a block stay in `residual`. `native/quantize.h` has the layout. Equal input gives equal
+    bytes on any processor. No two of the buffers may overlap.
     """
 
 def quantize_pack_portable(
@@ -165,24 +165,24 @@ def quantize_pack_portable(
     block: int,
     seed: int | None = None,
 ) -> None:
-    """What `quantize_pack` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `quantize_pack`, which uses this on a processor without AVX2."""
 
 def quantize_unpack(
     out: _Bytes, inputs: Sequence[_Bytes], bits: int, block: int, divisor: float = 1.0
 ) -> None:
     """Write the sum of the values packed in `inputs`, added strictly in order, over `divisor`.
 
-    The bytes are those that `mean_into` gives for the inputs unpacked. `out` is float32 and
+    The bytes are those of `mean_into` for the unpacked inputs. `out` is float32 and
     overlaps no input.
     """
 
 def quantize_unpack_portable(
     out: _Bytes, inputs: Sequence[_Bytes], bits: int, block: int, divisor: float = 1.0
 ) -> None:
-    """What `quantize_unpack` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `quantize_unpack`, which uses this on a processor without AVX2."""
 
 def bounded_nbytes(count: int, values: Literal["float32", "bfloat16", "int8", "int4"] | str) -> int:
-    """The room that `bounded_pack` needs for `count` values: no frame of them is larger."""
+    """Return the size that `bounded_pack` needs for `count` values: no frame is larger."""
 
 def bounded_pack(
     out: _Bytes,
@@ -194,12 +194,12 @@ def bounded_pack(
 ) -> int:
     """Write the entries of `gradient + residual` (float32) beyond `delta`, and keep the others.
 
-    With `acc = gradient + residual`, an entry travels where `not (abs(acc) <= delta)`, so that a
-    NaN does; and of those where `abs(acc) == delta` the first `ties`. One that stays leaves `acc`
-    in `residual`; one that travels as float32 leaves +0, and as bfloat16 what rounding (to nearest
-    even, a finite one to a finite one) leaves, exactly. As int8 or int4, entries that travel are
-    quantised in runs of 64, as `quantize_pack` does, and leave what that leaves. What is not finite
-    travels and leaves +0.
+    With `acc = gradient + residual`, an entry is sent if `not (abs(acc) <= delta)`, so that a
+    NaN is; and of those with `abs(acc) == delta` the first `ties`. `residual` becomes `acc` for an
+    entry that is not sent; +0 for one that is sent as float32; and for one sent as bfloat16 the
+    rounding error (to nearest even, a finite one to a finite one), exactly. As int8 or int4,
+    entries are quantised in runs of 64, and `residual` becomes the remainder, as in
+    `quantize_pack`. Entries that are not finite are sent, and `residual` becomes +0.
 
     The frame is at the start of `out`; the result is its size in bytes. It is dense, or a bitmap
     and values, or indexes and values, whichever is smallest: `native/bounded.h` has the layout.
@@ -214,43 +214,43 @@ def bounded_pack_portable(
     values: Literal["float32", "bfloat16", "int8", "int4"] | str,
     ties: int = 0,
 ) -> int:
-    """What `bounded_pack` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `bounded_pack`, which uses this on a processor without AVX2."""
 
 def bounded_check(frame: _Bytes, count: int) -> None:
     """Raise ValueError with the reason unless `frame` is one of `count` values, to the last bit."""
 
 def bounded_add(out: _Bytes, frame: _Bytes) -> None:
-    """Add the values of `frame` to `out` (float32), and leave alone where it has none, or zero.
+    """Add the values of `frame` to `out` (float32); do not change elements without a value.
 
     Checks as `bounded_check` does, before `out` is changed. Every NaN is written as the same quiet
     NaN.
     """
 
 def bounded_add_portable(out: _Bytes, frame: _Bytes) -> None:
-    """What `bounded_add` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `bounded_add`, which uses this on a processor without AVX2."""
 
 def bounded_write(out: _Bytes, frame: _Bytes) -> None:
-    """As `bounded_add`, to an `out` of zeros."""
+    """Do the same as `bounded_add` to an `out` of zeros."""
 
 def bounded_write_portable(out: _Bytes, frame: _Bytes) -> None:
-    """What `bounded_write` falls back to on a processor without AVX2: the same bytes."""
+    """Do the same as `bounded_write`, which uses this on a processor without AVX2."""
 
 def crc32c(data: _Bytes, seed: int = 0) -> int:
-    """CRC-32C (Castagnoli) of `data`, continuing the checksum `seed` (0 to 2**32 - 1).
+    """Return the CRC-32C (Castagnoli) of `data`, continuing the checksum `seed` (0 to 2**32 - 1).
 
     `crc32c(b, crc32c(a)) == crc32c(a + b)`.
     """
 
 def crc32c_portable(data: _Bytes, seed: int = 0) -> int:
-    """What `crc32c` falls back to on a processor without the instruction: the same values."""
+    """Do the same as `crc32c`, which uses this on a processor without the instruction."""
 
 def segment_nbytes(learners: int, slots: int, slot_nbytes: int, weights_nbytes: int) -> int:
-    """The bytes that a segment of this shape takes."""
+    """Return the bytes of a segment of this shape."""
 
 def format_segment(
     memory: _Bytes, learners: int, slots: int, slot_nbytes: int, weights_nbytes: int
 ) -> None:
-    """Make `memory`, zeros of `segment_nbytes`, a segment."""
+    """Format `memory`, `segment_nbytes` zeros, as a segment."""
 
 class Rings:
     """A segment: weights, and a ring of slots for each learner. `memory` stays mapped."""
@@ -266,102 +266,102 @@ class Rings:
     def beat_once(self) -> None: ...
     @property
     def beat(self) -> int:
-        """Moves as long as the server is well."""
+        """A number that changes as long as the server is alive."""
 
     @property
     def closing(self) -> bool: ...
     def close(self) -> None:
-        """No more will be pushed."""
+        """Announce that no more slots will be pushed."""
 
     def slot_at(self, learner: int, slot: int) -> int: ...
     def reserve(self, learner: int, limit_s: float) -> int | None:
-        """The slot to fill, once there is room; None if there is none within the limit."""
+        """Return the slot to fill, once one is free; None if none is within the limit."""
 
     def publish(self, learner: int) -> None:
-        """The reserved slot is the server's now."""
+        """Pass the reserved slot to the server."""
 
     def next(self, last: int, limit_s: float) -> tuple[int, int] | None:
-        """A learner after `last`, in turn, and its oldest slot; None if none comes in time."""
+        """Return a learner after `last`, in turn, and its oldest slot; None if none in time."""
 
     def rest(self, limit_s: float) -> None:
-        """Sleep, and be well."""
+        """Sleep, and signal that the server is alive."""
 
     def release(self, learner: int) -> None:
-        """Its oldest published slot is the learner's again."""
+        """Return the oldest published slot to the learner."""
 
     def discard(self, learner: int, pushed: int) -> None:
-        """So is every one of the first so many that it has published."""
+        """Return the first `pushed` published slots to the learner."""
 
     def pushed(self, learner: int) -> int: ...
     def taken(self, learner: int) -> int: ...
     def advance(self) -> int:
-        """One more update has been made; returns how many."""
+        """Count one more update; return the number of updates."""
 
     def begin_reading(self, learner: int, limit_s: float) -> bool:
-        """Until `end_reading` nobody changes weights; False if that takes longer."""
+        """Prevent changes of weights until `end_reading`; return False at the limit."""
 
     def reading(self, learner: int) -> bool: ...
     def end_reading(self, learner: int) -> None: ...
     def begin_writing(self, who: int, limit_s: float) -> bool:
-        """Until `end_writing` nobody else does, and nobody reads; False if that takes longer."""
+        """Prevent reads and other writes until `end_writing`; return False at the limit."""
 
     def end_writing(self) -> None: ...
     def release_dead(self, who: int) -> None:
-        """One that has died reads and writes no more."""
+        """Release the locks of a process that has died."""
 
 def board_nbytes(workers: int, tensors: int) -> int:
-    """The bytes that a board of so many workers and tensors takes."""
+    """Return the bytes of a board of so many workers and tensors."""
 
 class HostBoard:
-    """What the workers of one host tell each other about rounds. `memory` stays mapped.
+    """The board on which workers of one host publish their progress. `memory` stays mapped.
 
-    `memory` begins with `board_nbytes` bytes, of zeros before anybody publishes. Worker 0 speaks
-    for the host. `native/board.h` has the protocol.
+    `memory` begins with `board_nbytes` bytes, zeros before the first publication. Worker 0
+    represents the host. `native/board.h` has the protocol.
     """
 
     def __init__(self, memory: _Bytes, workers: int, tensors: int) -> None: ...
     def note(self, worker: int, round_: int, number: int) -> None:
-        """Write down a number of the worker's own for a round, before it publishes."""
+        """Set the worker's number for a round, before it publishes."""
 
     def noted(self, worker: int, round_: int) -> int:
-        """Of this round or the next; older ones are overwritten."""
+        """Return the number of this round or the next; older ones are overwritten."""
 
     def publish(self, worker: int, tensor: int, round_: int, present: bool, step: int = 0) -> None:
-        """The worker's contribution to a round is in its place, or it has none. What worker 0
-        publishes wakes the others."""
+        """Publish that the worker's contribution to a round is in its segment, or that it has none.
+        Worker 0 wakes the others."""
 
     def step(self, worker: int, tensor: int) -> int:
-        """The last 15 bits of the step with which the worker last published it."""
+        """Return the last 15 bits of the step with which the worker last published a tensor."""
 
     def publish_result(self, tensor: int, round_: int, present: bool) -> None:
-        """The result of a round is in its place, or there is none."""
+        """Publish that the result of a round is in its segment, or that there is none."""
 
     def published(self, worker: int, tensor: int, round_: int) -> bool | None:
-        """Whether the worker has a contribution; None: it has not said so yet."""
+        """Return whether the worker has a contribution; None if it has not published yet."""
 
     def result(self, tensor: int, round_: int) -> bool | None:
-        """Whether there is a result; None: it is not known yet."""
+        """Return whether there is a result; None if it is not known yet."""
 
     def arrived(self, round_: int, wanted: Sequence[int]) -> list[int]:
-        """Of these tensors, those that all workers but the first have published."""
+        """Return those of these tensors that all workers but the first have published."""
 
     def bell(self, of_results: bool) -> int:
-        """Moves with everything that is published; read it before looking what has been."""
+        """Return a number that every publication changes; read it before the words."""
 
     def sleep(self, of_results: bool, seen: int, limit_s: float) -> None:
-        """Until the bell is not as it was seen, or the limit."""
+        """Sleep until the bell differs from `seen`, or until the limit."""
 
 def add_rows(
     out: _Bytes, numbers: _Bytes, ids: _Bytes, values: _Bytes, width: int, is_double: bool
 ) -> None:
-    """Add rows of values to those of out that ids names; note their numbers."""
+    """Add rows of values to the rows of `out` that `ids` lists; record their numbers."""
 
 class Update:
     """Updates of weights in place, from slots.
 
-    `places` has for each gradient: where its weights are, where it is in a slot, where the numbers
-    of its rows are, how many values it has, how many of them a row, its group, and whether they are
-    float64.
+    `places` has for each gradient: the offsets of its weights, of its values in a slot and of the
+    numbers of its rows; its number of values, and of values per row; its group; and True if the
+    values are float64.
     """
 
     def __init__(
@@ -376,5 +376,5 @@ class Update:
     ) -> None:
         """Raise ValueError with the reason if the slot does not fit; nothing has changed then.
 
-        What came in rows is all zeros in the slot afterwards.
+        The rows of the slot are all zeros afterwards.
         """

@@ -1,4 +1,4 @@
-"""Which parts go together: ``check`` applies the rules to a strategy, before anything starts."""
+"""The check that a strategy's parts go together, which runs before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One rule that a strategy breaks, on one of its routes."""
+    """A rule that a strategy breaks, on one of its routes."""
 
     scheme: str
     why: str
@@ -27,7 +27,7 @@ class Problem:
 
 
 def problems(strategy: Strategy) -> list[Problem]:
-    """Every rule that a strategy breaks, by route.
+    """Return every rule that a strategy breaks, by route.
 
     Args:
         strategy: Any composition of parts.
@@ -49,24 +49,25 @@ def problems(strategy: Strategy) -> list[Problem]:
     levels = {"hosts aggregate first" in route.facts() for route in routes}
     if len(levels) > 1:
         common |= facts("some tensors skip the host")
-    found: dict[str, Problem] = {}
+    broken_rules: dict[str, Problem] = {}
     for route in routes:
         known = common | route.facts()
         for rule in RULES:
             if rule.broken_by(known):
                 problem = Problem(route.scheme, rule.why, rule.instead)
-                found.setdefault(rule.why + rule.instead, problem)
-    return list(found.values())
+                broken_rules.setdefault(rule.why + rule.instead, problem)
+    return list(broken_rules.values())
 
 
 def check(strategy: Strategy) -> None:
-    """Refuse a strategy whose parts are incompatible.
+    """Check that a strategy's parts are compatible.
 
     Args:
         strategy: Any composition of parts.
 
     Raises:
-        IncompatibleParts: A ConfigError with every reason, and what to do instead.
+        IncompatibleParts: Parts are incompatible; the message has every reason and what to do
+            instead.
 
     >>> from slipstream.routes import Everywhere, Route
     >>> from slipstream.topologies import Mesh
@@ -83,5 +84,5 @@ is no server to update weights; use UserOptimizer(at='worker'), or Sharded()
         raise ConfigError(
             f"compat.check takes a strategy, such as slipstream.push_pull(), not {strategy!r}"
         )
-    if found := problems(strategy):
-        raise IncompatibleParts(f"{strategy.name} {'; also '.join(map(str, found))}")
+    if broken_rules := problems(strategy):
+        raise IncompatibleParts(f"{strategy.name} {'; also '.join(map(str, broken_rules))}")

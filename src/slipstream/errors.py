@@ -16,7 +16,7 @@ SlipstreamError
     ├── PeerFailed              a member reported that it failed
     ├── LeftBehind              the other members continued without this worker
     ├── WaitLimit               a wait reached its limit; names the missing members
-    ├── JobEnded                a loop goes on training after the end of its job
+    ├── JobEnded                a loop trains on after the end of its job
     ├── OutOfDescriptors        this process may open no more files or connections
     ├── NonFiniteGradient       a worker's gradient has a NaN or an infinity, and the job is to stop
     └── FrameRefused            a message that does not match what was announced
@@ -45,16 +45,16 @@ class SlipstreamError(Exception):
 
 
 def restored(kind: type[SlipstreamError], args: tuple[object, ...]) -> SlipstreamError:
-    """An error of a pickle, whose fields follow."""
+    """Return an error whose pickled fields are set later."""
     return kind.__new__(kind, *args)
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """The request cannot work; nothing was started."""
+    """A request that cannot work; nothing was started."""
 
 
 class UnknownStrategy(ConfigError):
-    """No system of that name, or arguments it does not take."""
+    """A strategy name that is unknown, or arguments that the system does not take."""
 
 
 class IncompatibleParts(ConfigError):
@@ -62,37 +62,48 @@ class IncompatibleParts(ConfigError):
 
 
 class IncompatibleRoute(ConfigError):
-    """A tensor cannot take the route chosen for it."""
+    """A tensor that cannot take the route chosen for it."""
 
 
 class ModelMismatch(ConfigError):
-    """Ranks have different models or optimizers."""
+    """Ranks that have different models or optimizers."""
 
 
 class ForeignParameters(ConfigError):
-    """The optimizer holds parameters that are not in the model."""
+    """An optimizer with parameters that are not in the model."""
 
 
 class TooManyServers(ConfigError):
-    """More servers than chunks: some would hold nothing."""
+    """More servers than chunks: some servers would hold nothing."""
 
 
 class LaunchError(ConfigError):
-    """Environment, port, address or script is unusable."""
+    """An environment, port, address or script that is unusable.
+
+    Args:
+        message: What is wrong, and what to do.
+        missing: The ranks or servers that did not come.
+        only_here: Only this rank knows of the error, so it must report it.
+    """
 
     def __init__(
         self, message: str, *, missing: Sequence[str] = (), only_here: bool = False
     ) -> None:
         self.missing = tuple(missing)
-        self.only_here = only_here  # only this rank knows of it, so it must report it
+        self.only_here = only_here
         super().__init__(message)
 
 
 class SecretError(ConfigError):
-    """The job secret is missing, or a value is not signed with it."""
+    """A job secret that is missing, or a value that is not signed with it.
+
+    Args:
+        message: What is wrong, and what to do.
+        only_here: Only this rank knows of the error, so it must report it.
+    """
 
     def __init__(self, message: str, *, only_here: bool = False) -> None:
-        self.only_here = only_here  # only this rank knows of it, so it must report it
+        self.only_here = only_here
         super().__init__(message)
 
 
@@ -101,15 +112,15 @@ class CheckpointError(ConfigError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """The file was damaged after it was written, or never was a checkpoint."""
+    """A file that was damaged after it was written, or never was a checkpoint."""
 
 
 class RuntimeFault(SlipstreamError, RuntimeError):
-    """Something went wrong after the start."""
+    """An error after the start."""
 
 
 class PeerLost(RuntimeFault):
-    """A member has been silent for longer than the limit."""
+    """A member that has been silent for longer than the limit."""
 
     def __init__(self, peer: str, silent_s: float) -> None:
         self.peer = peer
@@ -123,20 +134,24 @@ class PeerLost(RuntimeFault):
 class PeerFailed(RuntimeFault):
     """A member left because of its own error.
 
-    ``where`` is the line of the user's code that failed on that member, if it is known.
+    Args:
+        peer: The name of the member.
+        reason: Its error, in one line.
+        reported: True if the member reports its error itself, so that no other rank has to.
+        where: The line of the user's code that failed on that member, if it is known.
     """
 
     def __init__(self, peer: str, reason: str, *, reported: bool = False, where: str = "") -> None:
         self.peer = peer
         self.reason = reason
-        self.reported = reported  # by the peer itself, so no other rank has to
+        self.reported = reported
         self.where = where
         place = f"\n  on {peer}, at {where}" if where else ""
         super().__init__(f"{peer} failed: {reason}{place}")
 
 
 class LeftBehind(RuntimeFault):
-    """The other members counted this worker as lost and continued without it."""
+    """A worker that the other members counted as lost, and continued without."""
 
     def __init__(self, name: str, why: str) -> None:
         self.name = name
@@ -144,7 +159,14 @@ class LeftBehind(RuntimeFault):
 
 
 class WaitLimit(RuntimeFault):
-    """A wait reached its limit."""
+    """A wait that reached its limit.
+
+    Args:
+        what: What was waited for.
+        limit_s: The limit, in seconds.
+        missing: The names of the members that did not answer.
+        refusal: The last message that was refused while waiting, if any.
+    """
 
     def __init__(
         self, what: str, limit_s: float, missing: Sequence[str], refusal: str = ""
@@ -158,7 +180,7 @@ class WaitLimit(RuntimeFault):
 
 
 class JobEnded(RuntimeFault):
-    """A loop goes on training after the end of its job."""
+    """A loop that trains on after the end of its job."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -168,7 +190,7 @@ class JobEnded(RuntimeFault):
 
 
 class OutOfDescriptors(RuntimeFault):
-    """This process may open no more files or connections."""
+    """A limit of open files or connections that this process has reached."""
 
     def __init__(self, doing: str, limit: int) -> None:
         self.doing = doing
@@ -181,9 +203,13 @@ class OutOfDescriptors(RuntimeFault):
 
 
 class NonFiniteGradient(RuntimeFault):
-    """A gradient has a NaN or an infinity, and the job is set to stop then.
+    """A gradient with a NaN or an infinity, in a job that is set to stop then.
 
-    ``cast`` is the dtype whose cast made a finite gradient infinite, if any.
+    Args:
+        rank: The worker whose gradient it is.
+        tensor: The name of the tensor.
+        step: The step, counted from 0.
+        cast: The dtype whose cast made a finite gradient infinite, if any.
     """
 
     def __init__(self, rank: int, tensor: str, step: int, cast: str = "") -> None:
@@ -218,7 +244,7 @@ class ContributionRefused(FrameRefused):
 
 @contextmanager
 def contribution_of(what: str) -> Iterator[None]:
-    """Within, what is refused counts as a contribution of this kind."""
+    """Raise a refusal within the block as ``ContributionRefused``, of this kind of contribution."""
     try:
         yield
     except FrameRefused as error:

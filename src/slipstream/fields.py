@@ -1,4 +1,4 @@
-"""Check that every field of a strategy has a value of the right type."""
+"""The check that every field of a strategy has a value of the right type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN = {
 
 
 def misplaced(value: msgspec.Struct) -> str:
-    """What is wrong with the first field whose value has the wrong type; empty if none has.
+    """Return what is wrong with the first field whose value has the wrong type; empty if none has.
 
     A field for parts accepts any part that is not slipstream's own: the simulator can run it.
     """
@@ -90,8 +90,8 @@ def _described(value: Any) -> str:
 
 
 def _advice(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
-    """The likely mistake: a class for its instance, a list for a tuple, a part for its
-    container."""
+    """Return advice on the likely mistake: a class for its instance, a list for a tuple, a part for
+    its container."""
     takers = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
     if isinstance(value, type) and any(kind.cls is value for kind in takers):
         return f": write {value.__name__}()"
@@ -106,7 +106,7 @@ def _advice(value: Any, kinds: tuple[inspect.Type, ...]) -> str:
 
 
 def _holds(value: Any, kind: inspect.Type) -> bool:
-    """Whether a field of this type takes this value, other than as one of a few literals."""
+    """Return whether a field of this type takes this value, other than as one of a few literals."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     chosen = any(isinstance(each, inspect.LiteralType) for each in kinds)
     return not chosen and not list(_in_value(value, kind, ""))

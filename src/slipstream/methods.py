@@ -1,7 +1,7 @@
-"""Methods: how workers come by each other's updates. Every strategy has one.
+"""Methods: how workers get each other's updates. Every strategy has one.
 
-``Rounds`` is a space of its own: routes, consistency, update and schedule. ``PartialExchange`` and
-``SharedMemoryUpdates`` stand beside it: they share nothing with those parts but their words.
+``Rounds`` is composed of routes, consistency, update and schedule. ``PartialExchange`` and
+``SharedMemoryUpdates`` do not use these parts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from slipstream.updates import Add, Update, UserOptimizer, UserSteps
 
 STEPS_PER_WORKER = 4
 Growth = Literal["none", "sqrt", "linear"]
-# The power of n by which the sum of n workers' updates grows.
+# The power of n with which the sum of n workers' updates grows.
 GROWTHS: dict[Growth, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 class Rounds(Part, frozen=True):
-    """Contributions to a tensor make rounds; the result of a round is applied once.
+    """Exchange contributions in rounds; the result of a round is applied once.
 
     Args:
-        routes: Which route each tensor takes.
+        routes: The policy that gives each tensor its route.
         consistency: Which contributions count, and when a worker may continue.
         update: What is sent, and who applies it.
         schedule: When a gradient is sent.
@@ -50,7 +50,7 @@ class Rounds(Part, frozen=True):
     chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:
-        size = self.chunk_bytes  # that it is a number is checked with all other fields' types
+        size = self.chunk_bytes  # its type is checked with those of all other fields
         if type(size) is int and not 1 <= size <= LARGEST_CHUNK_BYTES:
             raise ConfigError(
                 f"chunk_bytes={size}: give a number of bytes, 1 or more, at most "
@@ -58,12 +58,12 @@ class Rounds(Part, frozen=True):
             )
 
     def as_rounds(self) -> Rounds:
-        """These rounds themselves."""
+        """Return these rounds."""
         return self
 
 
 class PartialExchange(Part, frozen=True):
-    """Every worker sends every peer one of p partitions of its updates at a time, in rotation.
+    """Send every peer one of p partitions of a worker's updates at a time, in rotation.
 
     A worker applies its own update at once, scaled by c, and those of its peers as they arrive.
     Updates accumulate for a peer until their partition is sent. A worker begins step s only when
@@ -111,17 +111,17 @@ class PartialExchange(Part, frozen=True):
             raise ConfigError(f"warm_steps={self.warm_steps!r}: give a number of steps, 0 or more")
 
     def among(self, workers: int) -> Self:
-        """The same with values that depend on the number of workers filled in."""
+        """Return the same method with values that depend on the number of workers filled in."""
         if self.staleness is not None:
             return self
         return msgspec.structs.replace(self, staleness=STEPS_PER_WORKER * workers)
 
     def may_begin(self, step: int, known: Mapping[Rank, int], partitions: int) -> bool:
-        """Whether step ``step`` may begin; ``known``: the number of steps of each live peer."""
+        """Return whether step ``step`` may begin; ``known``: the steps of each live peer."""
         return not known or step < min(known.values()) + self._reach(partitions)
 
     def clock(self, updates: int, beat: int, partitions: int) -> int:
-        """The steps a peer is known to have made, from its updates and from its heartbeats.
+        """Return how many steps a peer has certainly made, from its updates and its heartbeats.
 
         The training thread sends updates and may be busy elsewhere; heartbeats have their own
         thread. At most p + τ steps may be in flight, so an update is at most 2(p + τ) steps old.
@@ -130,14 +130,14 @@ class PartialExchange(Part, frozen=True):
 
     def _reach(self, partitions: int) -> int:
         if self.staleness is None:
-            raise ConfigError("PartialExchange: how many workers there are is not known yet")
+            raise ConfigError("PartialExchange: the number of workers is not known yet")
         return partitions + self.staleness
 
     def coefficient(self, step: int, workers: int) -> float:
-        """c, the factor of one worker's update.
+        """Return c, the factor of one worker's update.
 
         Args:
-            step: How many steps the worker has made before.
+            step: The number of steps that the worker has made before.
             workers: n.
 
         >>> grows = PartialExchange(growth="linear", warm_steps=10)
@@ -149,9 +149,9 @@ class PartialExchange(Part, frozen=True):
         return float((1.0 + (full - 1.0) * warmth) / workers)
 
     def wire_bytes(self, spec: Spec, workers: int) -> float:
-        """Bytes of a tensor that a worker sends each peer in a step.
+        """Return the bytes of a tensor that a worker sends each peer in a step.
 
-        Where p follows from the links, as many partitions as peers are assumed.
+        If p follows from the links, as many partitions as peers are assumed.
         """
         partitions = self.partitions or max(1, workers - 1)
         if self.held_back is None:
@@ -160,7 +160,7 @@ class PartialExchange(Part, frozen=True):
         return Filter(self.held_back).wire_bytes(due, workers)
 
     def as_rounds(self) -> Rounds:
-        """Rounds that are never made, of which the same holds as of partial exchange."""
+        """Return rounds with the properties of partial exchange; they are never made."""
         return Rounds(
             Everywhere(Route(Mesh(), up=Filter(Above(0.0, decay="constant")))),
             Consistency(StaleSynchronous(without_lost=True)),
@@ -170,18 +170,17 @@ class PartialExchange(Part, frozen=True):
 
 
 class SharedMemoryUpdates(Part, frozen=True):
-    """Workers of one machine train on weights in memory that they share; each gradient is an
-    update.
+    """Train workers of one machine on weights in shared memory; each gradient is an update.
 
     Args:
-        slots: How many gradients a worker may have written that are not applied yet, 1 to 64.
-        consistent: Whether a worker computes on a consistent copy of the weights.
+        slots: The most gradients of a worker that are written and not yet applied, 1 to 64.
+        consistent: True if a worker computes on a consistent copy of the weights.
         apply: Who updates weights: a "server" process, or every worker by itself ("direct").
         checkpoints: A directory for checkpoints; None: one that is removed with the job.
         every_s: Seconds between checkpoints.
 
     Raises:
-        ConfigError: A value is none of these.
+        ConfigError: A value is out of range.
 
     >>> SharedMemoryUpdates(slots=4).slots
     4
@@ -208,7 +207,7 @@ class SharedMemoryUpdates(Part, frozen=True):
             raise ConfigError(f"every_s={self.every_s!r}: give seconds, more than 0")
 
     def as_rounds(self) -> Rounds:
-        """Rounds that are never made, of which the same holds as of shared memory."""
+        """Return rounds with the properties of shared memory; they are never made."""
         return Rounds(
             Everywhere(Route(Sharded())),
             Consistency(Asynchronous()),

@@ -22,7 +22,7 @@ Fact = Literal[
     "over a collective",
     # Codecs, of contributions (up) and of results (down). Error feedback: what is not sent is kept,
     # and added to the next gradient.
-    # Agreed basis: frames can be read only with what all members learned in earlier rounds.
+    # Agreed basis: frames can be decoded only with what all members learned in earlier rounds.
     # Each value rounded: every value is sent every time, and only its rounding error is kept.
     # No mean: a round's result is something else, such as the sign that most workers sent.
     "up: dense",
@@ -78,7 +78,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="p
     """A frozen recipe. State that a part needs is kept by its user, outside the part."""
 
     def facts(self) -> Facts:
-        """Facts for the compatibility rules."""
+        """Return facts for the compatibility rules."""
         return NO_FACTS
 
 
@@ -90,7 +90,7 @@ def lists_to_tuples(part: Part) -> None:
 
 
 def facts(*given: Fact) -> Facts:
-    """A set of facts; a type checker refuses unknown ones."""
+    """Return a set of facts; a type checker refuses unknown ones."""
     return frozenset(given)
 
 

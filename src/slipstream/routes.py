@@ -19,7 +19,7 @@ from slipstream.types import Cluster, Spec
 
 
 class Links(Part, frozen=True):
-    """Point-to-point messages.
+    """A transport of point-to-point messages.
 
     >>> from slipstream.topologies import Sharded
     >>> Route(Sharded(), over=Links()).scheme
@@ -33,7 +33,7 @@ class Links(Part, frozen=True):
 
 
 class Collective(Part, frozen=True):
-    """torch.distributed's all-reduce: every worker gets the sum, without slipstream's own messages.
+    """A transport by torch.distributed's all-reduce, without slipstream's own messages.
 
     >>> from slipstream.topologies import Mesh
     >>> Route(Mesh(), over=Collective()).scheme
@@ -51,14 +51,14 @@ AnyTransport = Links | Collective
 
 
 class Route(Part, frozen=True):
-    """Who holds a tensor, how contributions and results are encoded, and the medium.
+    """The route of a tensor: its holders, the codecs of contributions and results, the transport.
 
     Args:
-        topology: Who holds the tensor: ``Sharded``, ``Mesh``, ``PeerSharded`` or ``Tree``; with
-            ``TwoLevel`` a host's workers aggregate first.
-        up: How contributions are encoded: ``Dense``, ``OneBit``, ``Quantized``, ``LowRank``,
+        topology: The holders of the tensor: ``Sharded``, ``Mesh``, ``PeerSharded`` or ``Tree``;
+            with ``TwoLevel`` a host's workers aggregate first.
+        up: The codec of contributions: ``Dense``, ``OneBit``, ``Quantized``, ``LowRank``,
             ``Filter``, ``Factors``, ``Rows``.
-        down: How results are encoded.
+        down: The codec of results.
         over: ``Links`` or ``Collective``.
 
     >>> from slipstream.topologies import Sharded
@@ -94,13 +94,13 @@ class Route(Part, frozen=True):
         return known
 
     def obstacle(self, spec: Spec) -> str:
-        """Why a tensor cannot take this route, and what to use instead; empty if it can."""
+        """Return why a tensor cannot take this route, and what to use instead; empty if it can."""
         return self.up.obstacle(spec) or self.down.obstacle(spec)
 
     def wire_bytes(self, spec: Spec, workers: int) -> float:
-        """The bytes of a tensor on the wire, over one link, on average over both ways.
+        """Return the bytes of a tensor on the wire, over one link, on average over both ways.
 
-        On a mesh contributions go to every peer, and results nowhere.
+        On a mesh contributions are sent to every peer, and results are not sent.
         """
         up = self.up.wire_bytes(spec, workers)
         if self.topology == Mesh():
@@ -109,7 +109,7 @@ class Route(Part, frozen=True):
 
 
 class Everywhere(Part, frozen=True):
-    """The same route for every tensor.
+    """Give every tensor the same route.
 
     >>> from slipstream.topologies import Sharded
     >>> [route.scheme for route in Everywhere(Route(Sharded())).routes()]
@@ -126,7 +126,7 @@ class Everywhere(Part, frozen=True):
 
 
 class Prefer(Part, frozen=True):
-    """The first route that can carry the tensor.
+    """Give a tensor the first route that can carry it.
 
     Args:
         given: Routes, the best first; the last one should be able to carry every tensor.
@@ -158,12 +158,12 @@ class Prefer(Part, frozen=True):
 
 
 class Large(Part, frozen=True):
-    """Parameters in fp32 with at least so many values and dimensions, and a matching name.
+    """A condition: parameters in fp32 with at least so many values and dimensions, and this name.
 
     Args:
         numel: The smallest number of values.
         dims: The smallest number of dimensions.
-        pattern: Of names, as in a shell: ``*`` matches anything.
+        pattern: A pattern of names, as in a shell: ``*`` matches anything.
 
     >>> Large(1000, pattern="fc*").fits(Spec("fc.weight", (64, 64), "float32", 0))
     True
@@ -180,10 +180,10 @@ class Large(Part, frozen=True):
 
 
 class Rule(Part, frozen=True):
-    """Tensors that match ``where`` take the ``route``: one line of ``ByTensor``.
+    """Give tensors that match ``where`` the ``route``: one line of ``ByTensor``.
 
     Args:
-        where: Which tensors.
+        where: The condition on tensors.
         route: Their route; or ``Prefer``, the first of several that can carry them.
 
     >>> from slipstream.topologies import Mesh
@@ -204,7 +204,7 @@ class Rule(Part, frozen=True):
 
 
 class ByTensor(Part, frozen=True):
-    """The route of the first rule that matches; else the default.
+    """Give a tensor the route of the first rule that matches, else the default.
 
     >>> from slipstream.codecs import OneBit
     >>> from slipstream.topologies import Sharded
@@ -230,14 +230,14 @@ class ByTensor(Part, frozen=True):
 
 
 class Cheapest(Part, frozen=True):
-    """For every layer and step, the cheapest of the routes (Poseidon).
+    """Give every layer, in every step, the cheapest of the routes (Poseidon).
 
     The plan chooses one of the dense routes. For a layer with a compact form, ``by``
     chooses between that form and the dense route before every forward pass.
 
     Args:
         given: Routes, of which one at least is dense; of two that cost the same, the better one
-            first. A ``Rule`` in the place of a route keeps it to the tensors that fit.
+            first. A ``Rule`` instead of a route limits it to the tensors that fit.
         by: ``ByTime``, which predicts seconds, or ``ByBytes``, the paper's own rule.
         dense: Names of layers that are always sent dense, or patterns of them such as "head.*".
 
@@ -282,7 +282,11 @@ class Cheapest(Part, frozen=True):
         return (*compact[:1], cheapest_dense(dense, spec, cluster))
 
     def check(self, specs: Sequence[Spec]) -> None:
-        """Raise if the model has no layer that a name or pattern fits."""
+        """Check that the model has a layer that each name or pattern in ``dense`` fits.
+
+        Raises:
+            ConfigError: A name or pattern fits no layer.
+        """
         known = {spec.layer for spec in specs if spec.layer}
         known |= {spec.name.rpartition(".")[0] for spec in specs}
         for name in self.dense:
@@ -291,7 +295,7 @@ class Cheapest(Part, frozen=True):
 
 
 class ByRole(Part, frozen=True):
-    """One policy for parameters, another for buffers such as batch-norm statistics.
+    """Give parameters one policy, and buffers such as batch-norm statistics another.
 
     >>> from slipstream.topologies import Mesh
     >>> reduced, sent = Route(Mesh(), over=Collective()), Route(Mesh())
@@ -315,16 +319,16 @@ class ByRole(Part, frozen=True):
         return policy.candidates(spec, cluster)
 
 
-# Every policy that a strategy may name. ``routes``: all routes that it may give to any tensor;
-# ``candidates``: those for one tensor, best first; the plan keeps those that are possible.
+# Every policy that a strategy may name. ``routes`` returns all routes that it may give to any
+# tensor; ``candidates`` those for one tensor, best first. The plan keeps those that are possible.
 AnyPolicy = Everywhere | Prefer | ByTensor | Cheapest | ByRole
 
 
 def cheapest_dense(routes: Sequence[Route], spec: Spec, cluster: Cluster) -> Route:
-    """Servers or a ring: what moves fewer bytes of this tensor over the busiest link.
+    """Return the dense route, by servers or like a ring, with fewer bytes over the busiest link.
 
-    Of values of one size, dedicated servers do if there are enough of them. Workers that hold
-    shares move as much as a ring.
+    If all values have the same size, dedicated servers need fewer bytes if there are enough of
+    them. Workers that hold shares need as many as a ring.
     """
     like_a_ring = [
         route
@@ -343,13 +347,13 @@ def cheapest_dense(routes: Sequence[Route], spec: Spec, cluster: Cluster) -> Rou
 
 
 def between_hosts(policy: AnyPolicy) -> AnyPolicy:
-    """The policy as hosts follow it: the topologies within ``TwoLevel``.
+    """Return the policy that hosts follow: the topologies within ``TwoLevel``.
 
     Args:
         policy: Any policy.
 
     Returns:
-        The same one if no route has two levels.
+        The same policy if no route has two levels.
     """
     if isinstance(policy, ByRole):
         return ByRole(between_hosts(policy.parameter), between_hosts(policy.buffer))  # type: ignore[arg-type]
@@ -376,12 +380,12 @@ def _rule_between(rule: Rule) -> Rule:
 
 
 def routes_of(given: Route | Rule) -> tuple[Route, ...]:
-    """All routes of a line of ``Cheapest``."""
+    """Return all routes of a line of ``Cheapest``."""
     return (given,) if isinstance(given, Route) else given.routes()
 
 
 def dense_only(policy: AnyPolicy) -> AnyPolicy:
-    """The policy without the routes of factors and rows.
+    """Return the policy without the routes of factors and rows.
 
     Args:
         policy: Any policy.
@@ -390,7 +394,7 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
         A policy that gives every tensor the next best dense route.
 
     Raises:
-        ConfigError: For some tensors there is no dense route.
+        ConfigError: Some tensors have no dense route.
     """
     if isinstance(policy, ByRole):
         return ByRole(dense_only(policy.parameter), dense_only(policy.buffer))  # type: ignore[arg-type]
@@ -413,6 +417,6 @@ def dense_only(policy: AnyPolicy) -> AnyPolicy:
 def require_dense(routes: Sequence[Route]) -> None:
     if not any(route.up.form == "dense" for route in routes):
         raise ConfigError(
-            "it knows no dense route, and with several models or optimizers layers travel dense: "
+            "it knows no dense route, and with several models or optimizers layers are sent dense: "
             "add one, such as Prefer((Route(Mesh(), up=Factors()), Route(Mesh())))"
         )

@@ -1,7 +1,7 @@
 """Combinations of parts that make no sense: the rules that ``slipstream.compat`` checks.
 
-Every part says what is true of it (``Part.facts``). A rule names facts that do not go together, why
-not, and what to do instead.
+Every part states facts about itself (``Part.facts``). A rule names facts that do not go together,
+the reason, and what to do instead.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ RULES = (
         "use Mesh() for factors and rows, or Prefer() instead of Cheapest()",
         unless=facts("every worker holds"),
     ),
-    # ---- Codecs whose frames mean something only in the basis that all agree on.
+    # ---- Codecs whose frames can be decoded only in the basis that all workers agree on.
     Incompatibility(
         facts("up: agreed basis"),
         "all workers must use the same basis in a round, but here a round has gradients of "

@@ -1,4 +1,4 @@
-"""When a gradient is sent, and what is sent first on a busy link. Pure."""
+"""Schedules: when a gradient is sent, and what is sent first on a busy link. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Schedule(Protocol):
     def facts(self) -> Facts: ...
 
     def priority(self, *, forward_order: int, backward_order: int) -> int:
-        """How urgent a tensor is on a busy link.
+        """Return a tensor's priority on a busy link.
 
         Args:
-            forward_order: The tensor's place in the forward pass.
-            backward_order: Its place in the backward pass.
+            forward_order: The tensor's position in the forward pass.
+            backward_order: Its position in the backward pass.
 
         Returns:
             A number; the smallest is sent first.
@@ -59,7 +59,7 @@ class WaitFree(Part, frozen=True):
 
 
 class Priority(WaitFree, frozen=True):
-    """Wait-free; a layer that the next forward pass needs earlier overtakes the rest.
+    """Send as ``WaitFree`` does, but layers that the next forward pass needs earlier first.
 
     >>> Priority().priority(forward_order=0, backward_order=9)
     0

@@ -26,7 +26,7 @@ class Cluster:
     """``workers`` workers and ``servers`` servers; their nodes are numbered in this order.
 
     ``members`` is for two levels, where the workers of this cluster are hosts: the ranks on each of
-    them, of which the first speaks for the others. Empty: worker i is rank i.
+    them, the first of which represents the others. Empty: worker i is rank i.
 
     >>> hosts = Cluster(workers=2, members=((0, 1, 2), (3,)))
     >>> hosts.name(1), hosts.worker("rank 3"), hosts.worker("rank 1"), hosts.ranks
@@ -47,13 +47,13 @@ class Cluster:
         return tuple(range(self.workers, self.workers + self.servers))
 
     def name(self, node: Node) -> str:
-        """``rank 2`` or ``server 0``: the name of a node in messages."""
+        """Return the name of a node in messages: ``rank 2`` or ``server 0``."""
         if node >= self.workers:
             return f"server {node - self.workers}"
         return f"rank {self.members[node][0] if self.members else node}"
 
     def worker(self, name: str) -> Node:
-        """The worker of this name; -1 if there is none."""
+        """Return the worker of this name; -1 if there is none."""
         kind, _, number = name.partition(" ")
         rank = int(number) if kind == "rank" and number.isdecimal() and len(number) < 10 else -1
         if not self.members:
@@ -62,17 +62,17 @@ class Cluster:
         return next((node for node, leader in enumerate(leaders) if leader == rank), -1)
 
     def ranks_at(self, node: Node) -> tuple[Rank, ...]:
-        """The ranks for which a worker of this cluster speaks."""
+        """Return the ranks that a worker of this cluster represents."""
         return self.members[node] if self.members else (node,)
 
     def node_of(self, rank: Rank) -> Node:
-        """The worker of this cluster that speaks for a rank; -1 if there is none."""
+        """Return the worker of this cluster that represents a rank; -1 if there is none."""
         nodes = (node for node in self.worker_nodes if rank in self.ranks_at(node))
         return next(nodes, -1)
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are, on all hosts."""
+        """The number of ranks on all hosts."""
         return sum(map(len, self.members)) if self.members else self.workers
 
 
@@ -80,13 +80,13 @@ class Cluster:
 class Spec:
     """One tensor that is kept equal across workers.
 
-    ``order`` is its place in the forward pass. A parameter's mean runs over all workers (it counts
-    as zero on a worker that did not use it); a buffer's mean runs over the workers on which it
+    ``order`` is its position in the forward pass. A parameter's mean is over all workers (it counts
+    as zero on a worker that did not use it); a buffer's mean is over the workers on which it
     changed.
 
     ``layer`` names the tensor's layer, if that layer's gradient has a compact form, and ``form``
     is this form: a fully connected layer's factors, or the used rows of a table. ``transposed``
-    says that the layer's weight is inputs × outputs. ``obstacle`` is the reason why a layer's
+    is True if the layer's weight is inputs × outputs. ``obstacle`` is the reason why a layer's
     gradient has no compact form.
     """
 
@@ -111,7 +111,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``stop`` of one flattened tensor."""
+    """The elements ``start`` to ``stop`` of one flattened tensor."""
 
     tensor: int
     start: int
@@ -164,8 +164,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one ledger counts: a chunk, all chunks of a tensor whose contributions are not cut, or
-    all tensors of a layer (weight and bias share dY).
+    """A part of the model with one ledger: a chunk, all chunks of a tensor whose contributions are
+    not cut, or all tensors of a layer (weight and bias share dY).
 
     ``route`` is the number of its route in the plan. ``chunks`` are those of the layout: dense
     results are sent chunk by chunk.
@@ -184,8 +184,8 @@ class Unit:
 
     @property
     def places(self) -> tuple[Segment, ...]:
-        """What contributions are to, where they are no layer's: neighbouring pieces of a tensor are
-        one, though its results come back chunk by chunk."""
+        """The segments of contributions to a unit that is no layer. Neighbouring pieces of a tensor
+        are one segment, though their results are sent chunk by chunk."""
         if len(self.chunks) == 1:
             return self.chunks[0].segments
         joined: list[Segment] = []
@@ -200,8 +200,14 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class EncodeContext:
-    """What an encoder needs to know: the clock t, from 1; lrₜ / lr₀; whether the link is congested;
-    and over how many workers the values are averaged."""
+    """The state of a link and of the training, for encoders.
+
+    Attributes:
+        clock: The clock t, from 1.
+        rate: The learning rate relative to the first one, lrₜ / lr₀.
+        congested: True if the link is congested.
+        workers: The number of workers over which values are averaged.
+    """
 
     clock: int = 1
     rate: float = 1.0
@@ -235,9 +241,9 @@ class Values:
 
 
 def rank_of(name: str, kind: str = "rank") -> int:
-    """2 for ``rank 2``; -1 for anything else."""
-    found, _, number = name.partition(" ")
-    return int(number) if found == kind and number.isdecimal() and len(number) < 10 else -1
+    """Return the number in a name: 2 for ``rank 2``; -1 for anything else."""
+    prefix, _, number = name.partition(" ")
+    return int(number) if prefix == kind and number.isdecimal() and len(number) < 10 else -1
 
 
 class OptimizerRecipe(msgspec.Struct, frozen=True):

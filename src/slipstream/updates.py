@@ -1,4 +1,4 @@
-"""What is sent, who applies it, and what happens to gradients before and to weights after."""
+"""Updates: what is sent, who applies it, and how gradients and weights are processed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.parts import Facts, Part, facts, lists_to_tuples
 
 
 class Gradients(Part, frozen=True):
-    """No optimizer step before the exchange: gradients are sent.
+    """Send gradients: no optimizer step comes before the exchange.
 
     >>> Update(inner=Gradients()).inner.travels
     'gradients'
@@ -27,9 +27,9 @@ class Gradients(Part, frozen=True):
 
 
 class UserSteps(Part, frozen=True):
-    """The user's optimizer steps first; the update delta, the change of the weights, is sent.
+    """Send update deltas: the user's optimizer steps first, and the change of the weights is sent.
 
-    A worker takes its own delta back, and gets it again as a part of the mean.
+    A worker undoes its own delta, and gets it again as a part of the mean.
 
     >>> Update(inner=UserSteps(), outer=Add(at="worker")).inner.travels
     'steps'
@@ -42,22 +42,22 @@ class UserSteps(Part, frozen=True):
 
 
 class LocalSteps(Part, frozen=True):
-    """Each worker trains on weights of its own; every H steps its outer gradient is sent (DiLoCo).
+    """Train each worker on weights of its own; send its outer gradient every H steps (DiLoCo).
 
-    θ are the outer weights, which all workers have in common, and θᵢ worker i's own. After H steps
+    θ are the outer weights, which all workers share, and θᵢ are worker i's own. After H steps
     of the user's optimizer worker i sends Δᵢ = θ − θᵢ. The outer optimizer applies the mean of Δᵢ
-    to θ, and the worker goes on from there:
+    to θ, and the worker continues from there:
 
         θᵢ ← α θᵢ + (1 − α) θ
 
     With F fragments each has rounds of its own, H / F steps apart, so that traffic is even. With
-    τ overlap steps a worker trains on while its outer gradient is under way.
+    τ overlap steps a worker continues training while its outer gradient is being exchanged.
 
     Args:
         every: H.
-        fragments: F, at most H: the model's tensors are dealt to so many parts of even size.
+        fragments: F, at most H: the number of parts of even size into which the tensors are dealt.
         overlap_steps: τ, less than H: the result is merged so many steps after the outer gradient
-            was sent. 0 waits for it at once.
+            was sent. With 0 the worker waits for it.
         mix: α, at least 0 and below 1: how much of its own weights a worker keeps when it merges.
 
     Raises:
@@ -95,17 +95,17 @@ class LocalSteps(Part, frozen=True):
             raise ConfigError(f"mix={self.mix!r}: choose a share, at least 0 and below 1")
 
     def sent_after(self, step: int) -> int | None:
-        """The fragment whose outer gradient is sent after so many steps; None: none is.
+        """Return the fragment whose outer gradient is sent after ``step`` steps; None if none is.
 
         Args:
-            step: How many steps have been made, counted from 1.
+            step: The number of steps that have been made, counted from 1.
         """
         within = (step - 1) % self.every + 1
         ends = [(f + 1) * self.every // self.fragments for f in range(self.fragments)]
         return ends.index(within) if step > 0 and within in ends else None
 
     def merged_after(self, step: int) -> int | None:
-        """The fragment whose result is merged after so many steps; None: none is."""
+        """Return the fragment whose result is merged after ``step`` steps; None if none is."""
         return self.sent_after(step - self.overlap_steps)
 
     def facts(self) -> Facts:
@@ -116,14 +116,14 @@ class LocalSteps(Part, frozen=True):
 
 
 class UserOptimizer(Part, frozen=True):
-    """The user's optimizer applies the result.
+    """Apply the result with the user's optimizer.
 
     Args:
         at: "worker": at every worker, so that results are mean gradients. "server": at the server
             that holds the tensor, so that results are new weights.
 
     Raises:
-        ConfigError: ``at`` is neither.
+        ConfigError: ``at`` is neither "worker" nor "server".
 
     >>> Update(outer=UserOptimizer(at="server")).holder_applies
     True
@@ -142,10 +142,10 @@ class Add(Part, frozen=True):
     """Add the result, which is the mean of update deltas, to the weights.
 
     Args:
-        at: Where it is added; at workers, since only they know their weights.
+        at: The place where it is added: workers, since only they know their weights.
 
     Raises:
-        ConfigError: ``at`` is no place.
+        ConfigError: ``at`` is neither "worker" nor "server".
     """
 
     at: At = "worker"
@@ -161,7 +161,7 @@ class ClipNorm(Part, frozen=True):
     """Scale a worker's whole gradient down to this norm before it is sent.
 
     Args:
-        norm: Of all parameters' gradients together, above 0.
+        norm: The norm of all parameters' gradients together, above 0.
 
     Raises:
         ConfigError: The norm is not above 0.
@@ -216,14 +216,13 @@ AnyTransform = ClipNorm
 
 
 class Update(Part, frozen=True):
-    """What is sent, who applies the result, and what happens before and after.
+    """The exchange of updates: what is sent, who applies the result, and steps before and after.
 
     Args:
-        inner: Whether workers step before they exchange: ``Gradients``, ``UserSteps``,
-            ``LocalSteps``.
-        outer: Who applies the result, and how: ``UserOptimizer``, ``Add``, or an outer optimizer:
-            ``SGD``, ``Nesterov`` or ``Adam``.
-        before: What is done to a worker's gradient before it leaves: ``ClipNorm``.
+        inner: The steps of a worker before it sends: ``Gradients``, ``UserSteps``, ``LocalSteps``.
+        outer: The one who applies the result, and how: ``UserOptimizer``, ``Add``, or an outer
+            optimizer: ``SGD``, ``Nesterov`` or ``Adam``.
+        before: Changes of a worker's gradient before it is sent: ``ClipNorm``.
         average: Averaged weights: ``Ema``, or None.
 
     >>> Update(outer=UserOptimizer(at="server"), average=Ema(0.9999)).holder_applies
@@ -240,17 +239,17 @@ class Update(Part, frozen=True):
 
     @property
     def holder_applies(self) -> bool:
-        """Whether the holder updates weights and sends them back."""
+        """True if the holder updates weights and sends them back."""
         return self.outer.at == "server"
 
     @property
     def user_at_holder(self) -> bool:
-        """Whether servers run the user's own optimizer."""
+        """True if servers run the user's own optimizer."""
         return isinstance(self.outer, UserOptimizer) and self.outer.at == "server"
 
     @property
     def outer_optimizer(self) -> OuterOptimizer | None:
-        """What applies outer gradients; None where the user's optimizer or nothing does."""
+        """The optimizer of outer gradients, or None."""
         return self.outer if isinstance(self.outer, OuterOptimizer) else None
 
     @property
@@ -259,7 +258,7 @@ class Update(Part, frozen=True):
         return min((t.norm for t in self.before), default=None)
 
     def facts(self) -> Facts:
-        found = self.inner.facts() | self.outer.facts()
+        known = self.inner.facts() | self.outer.facts()
         for part in (*self.before, *([self.average] if self.average else [])):
-            found |= part.facts()
-        return found
+            known |= part.facts()
+        return known

@@ -128,9 +128,9 @@ def test_an_actor_out_of_reach_is_ended_before_another_takes_its_place(
             job._start_again(0, 1)
             until(lambda: not psutil.pid_exists(int(first.name)))
             until(lambda: len(list(tmp_path.iterdir())) == 2)
-            assert job._back() == []
+            assert job._rejoined_ranks() == []
             ray.kill(job.returns)
-            assert job._back() == []
+            assert job._rejoined_ranks() == []
         finally:
             job.end()
 

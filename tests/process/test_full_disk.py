@@ -30,7 +30,7 @@ def test_training_goes_on_and_the_figures_are_told(fork_server: ForkServer, disk
     )
     assert run.codes == {0: 0, 1: 0}, run.told()
     assert run.stdout(0) == run.stdout(1) == f"trained {STEPS}\n"
-    full = "cannot be written (No space left on device). Training goes on"
+    full = "cannot be written (No space left on device). Training continues"
     said = "\n".join(run.own_lines())
     assert len(run.own_lines()) == 3, said
     assert f"slipstream: the run log {log} {full}" in said

@@ -48,7 +48,7 @@ def test_one_by_name(slipstream, two_labs: list[str]) -> None:
         (["down", "slip123456"], "no lab 'slip123456'"),
         (["status", "--lab=slip123456"], "no lab 'slip123456'"),
         (["exec", "0", "--", "true"], "several labs"),
-        (["exec", "0", "--"], "say what to run on host 0"),
+        (["exec", "0", "--"], "give the command to run on host 0"),
         (["rate", "0", "1gbit"], "several labs"),
         (["freeze", "0"], "several labs"),
         (["thaw", "0"], "several labs"),

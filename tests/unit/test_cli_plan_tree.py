@@ -55,7 +55,7 @@ def test_the_chosen_trees_the_times_and_the_egress(slipstream) -> None:
     assert float(chosen[4]) == pytest.approx(1.03 * 8.389, rel=0.03)
     assert sum("91.7 MiB" in line for line in lines) == 12
     assert lines[-1].startswith("chosen: trees of degree ")
-    assert "x as fast as a star; the other 11 have trees alike" in lines[-1]
+    assert "x as fast as a star; the other 11 have similar trees" in lines[-1]
 
 
 def test_a_full_core_keeps_the_star(slipstream) -> None:
@@ -147,7 +147,7 @@ def test_what_is_refused(slipstream, arguments: tuple[str, ...], says: str) -> N
 
 def test_a_file_and_options_that_say_the_same(slipstream, topology: Path) -> None:
     said = refused(slipstream, "--topology", topology, "--racks=2")
-    assert f"--racks: --topology {topology} says that; leave out one of them" in said
+    assert f"--racks: --topology {topology} has that already; leave out one of them" in said
 
 
 def test_a_mistake_in_the_file(slipstream, topology: Path) -> None:

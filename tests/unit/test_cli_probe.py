@@ -72,7 +72,7 @@ def test_listening_until_ctrl_c(slipstream) -> None:
     assert code == 0, err
     assert listening.returncode == 130
     assert last.startswith("answered 1 prober(s), ")
-    assert last.endswith("ignored 0 packets of untracked and 0 that made no sense\n")
+    assert last.endswith("ignored 0 packets of untracked and 0 malformed ones\n")
 
 
 def found(
@@ -112,7 +112,7 @@ def test_in_words(available: Available, says: str, verdict: str) -> None:
 def test_a_busy_machine_is_mentioned() -> None:
     assert len(in_words("there", found(20, 22, late=15), None)) == 2
     said = in_words("there", found(20, 22, late=16), None)[2]
-    assert said.startswith("16 of 31 streams did not leave in time: this machine is too busy")
+    assert said.startswith("16 of 31 streams were not sent in time: this machine is too busy")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_amounts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "say which host to probe"),
+        ([], "name the host to probe"),
         (["192.0.2.1"], "192.0.2.1 is another host: set SLIPSTREAM_SECRET"),
         (["--listen", "0.0.0.0"], "listening on 0.0.0.0 lets other hosts in"),
         (["--listen", f"{LOOPBACK}:99999"], "port 99999"),

@@ -56,7 +56,7 @@ def test_a_staleness_that_makes_no_sense_is_refused(tau: object) -> None:
 
 
 def test_the_number_of_workers_must_be_known() -> None:
-    with pytest.raises(ConfigError, match="how many workers there are is not known"):
+    with pytest.raises(ConfigError, match="the number of workers is not known"):
         PartialExchange().may_begin(0, {1: 0}, partitions=1)
 
 

@@ -1,4 +1,4 @@
-"""What is sent. Codecs are frozen recipes; their state, where they have any, is explicit."""
+"""Codecs: frozen recipes for what is sent; their state, where they have any, is explicit."""
 
 from slipstream.codecs.dense import Dense
 from slipstream.codecs.factors import Factors

@@ -1,4 +1,4 @@
-"""Every value is sent, in the tensor's own precision or a shorter one."""
+"""The dense codec: every value is sent, in the tensor's own precision or a shorter one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Dense(Part, frozen=True):
         return spec.numel * ITEM_BYTES[self.wire_dtype(spec.dtype)]
 
     def init(self, numel: int, dtype: str) -> None:
-        """No residual: every value is sent."""
+        """Return None, since every value is sent and nothing is kept."""
 
     def encode(
         self, values: Values, residual: None = None, ctx: EncodeContext = HERE

@@ -2,6 +2,10 @@
 
 The weight's gradient is dYᵀX and the bias's the sum of dY's rows. So X (rows × inputs) and dY
 (rows × outputs) carry the same information in fewer numbers if a batch has few rows.
+
+References:
+    Xie, Kim, Zhou, Ho, Kumar, Yu and Xing: Distributed Machine Learning via Sufficient Factor
+    Broadcasting (2015).
 """
 
 from __future__ import annotations
@@ -14,16 +18,16 @@ from slipstream.types import Layer, Spec, Values
 
 
 class Factors(LayerCodec, frozen=True):
-    """X and dY of a fully connected layer; X is known in the forward pass and may be sent then.
+    """Send X and dY of a fully connected layer; X is known, and may be sent, in the forward pass.
 
     Args:
         wire: "same" and "float32" are exact; "bfloat16" halves the bytes of fp32 and rounds; "int8"
-            and "int4" quarter and eighth them, and round by chance, so that the expected gradient
+            and "int4" quarter and eighth them, and round at random, so that the expected gradient
             is the exact one.
-        seed: Of that chance.
+        seed: The seed of random rounding.
 
     Raises:
-        ConfigError: The wire format is unknown, or the seed no number of 32 bits.
+        ConfigError: The wire format is unknown, or the seed is not a number of 32 bits.
 
     >>> Factors("bfloat16").name
     'factors-bfloat16'
@@ -46,5 +50,5 @@ class Factors(LayerCodec, frozen=True):
     def accumulate(
         self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float
     ) -> None:
-        """One matrix product of the two stacks."""
+        """Add one matrix product of the two stacks."""
         math.multiply(layer, second, first, rows, share)

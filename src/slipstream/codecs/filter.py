@@ -1,4 +1,4 @@
-"""Some entries are sent; the others wait in a residual until they are selected."""
+"""The filter codec: some entries are sent, the others wait in a residual until selected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Precision = Literal["float32", "bfloat16", "int8", "int4"]
 Squeeze = Literal["snappy", "lz4", "zstd"]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# As in native/bounded.h: form, values, squeeze, number of values, bytes of the uncompressed body.
+# As in native/bounded.h: form, values, compression, number of values, bytes before compression.
 HEADER = struct.Struct("<BBBxII")
 SQUEEZE_PLACE = 2
 VALUES_CODES = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
@@ -43,18 +43,18 @@ ZSTD_LEVEL = 1  # the exponents compress, the rest hardly; higher levels gain no
 class Filter(Part, frozen=True):
     """Send the entries that ``select`` picks; add the others to the next values.
 
-    With a the values plus the residual r of the last time:
+    With a the values plus the residual r of the last step:
 
         aᵢ is sent and rᵢ ← 0 where i is selected; elsewhere rᵢ ← aᵢ
 
-    so that what was sent plus what is kept is a, bit for bit. A NaN or an infinity is sent and does
-    not stay.
+    so that what was sent plus what is kept is a, bit for bit. A NaN or an infinity is sent and is
+    not kept.
 
     Args:
-        select: Which entries travel: those ``Above`` a bound, or the largest (``TopK``).
-        values: What they travel as. As "bfloat16", rᵢ ← aᵢ minus what it was rounded to; as "int8"
-            and "int4" too: 64 entries that travel share a scale, as in ``Quantized``.
-        squeeze: How what travels is compressed, where that gains anything.
+        select: Chooses the entries to send: those ``Above`` a bound, or the largest (``TopK``).
+        values: The precision on the wire. With "bfloat16", rᵢ ← aᵢ minus its rounded value; with
+            "int8" and "int4" too: 64 entries that are sent share a scale, as in ``Quantized``.
+        squeeze: The compression of the frame, used where it makes the frame shorter.
 
     Raises:
         ConfigError: ``values`` or ``squeeze`` is unknown.
@@ -105,21 +105,21 @@ class Filter(Part, frozen=True):
         return ""
 
     def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
-        """The bytes of the entries that travel; all of them, where values decide which do.
+        """Return the bytes of the entries sent; of all entries if values decide which are sent.
 
         Sizes are those before ``squeeze``, which depends on values.
         """
         return self.select.wire_bytes(spec.numel, workers, self._packed_bytes)
 
     def _packed_bytes(self, numel: int, sent: int) -> float:
-        """The largest frame of ``numel`` values of which so many are sent, as bounded.h has it."""
+        """Return the most bytes of a frame that sends ``sent`` of ``numel`` values (bounded.h)."""
         if (few := FEW_BITS.get(self.values)) is not None:
             values = math.ceil(sent * few.bits / 8) + math.ceil(sent / FEW_BITS_BLOCK) * SCALE_BYTES
             dense = math.inf
         else:
             size = ITEM_BYTES[self.values]
             values, dense = sent * size, numel * size
-        # Gaps between entries that travel are LEB128: a byte each, and one more for every 7 bits.
+        # Gaps between entries that are sent are LEB128: a byte each, and one more for every 7 bits.
         skipped = numel - sent
         gaps = sent + sum(min(sent, skipped >> bits) for bits in (7, 14, 21, 28))
         return HEADER.size + min(dense, values + min(math.ceil(numel / 8), gaps))
@@ -132,10 +132,10 @@ class Filter(Part, frozen=True):
         out = np.empty(bounded_nbytes(values.numel, self.values), dtype=np.uint8)
         size = bounded_pack(out, values.data, residual.values, above, self.values, ties)
         frame = out[:size]
-        return (frame if self.squeeze is None else _squeezed(frame, self.squeeze),)
+        return (frame if self.squeeze is None else _compress(frame, self.squeeze),)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
-        frame = self._opened(frames[0], numel)
+        frame = self._decompressed(frames[0], numel)
         try:
             bounded_check(frame, numel)
         except ValueError as error:
@@ -147,21 +147,21 @@ class Filter(Part, frozen=True):
         first, *others = contributions
         self.decode_into(first, out)
         for frames in others:
-            bounded_add(out.data, self._opened(frames[0], out.numel))
+            bounded_add(out.data, self._decompressed(frames[0], out.numel))
         if divisor != 1:
             mean_into(out.data, [out.data], out.dtype, divisor)
 
     def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
-        bounded_write(out.data, self._opened(frames[0], out.numel))
+        bounded_write(out.data, self._decompressed(frames[0], out.numel))
 
-    def _opened(self, frame: Buffer, numel: int) -> Buffer:
-        """The frame as the kernels read it: uncompressed."""
+    def _decompressed(self, frame: Buffer, numel: int) -> Buffer:
+        """Return the frame uncompressed, as the kernels read it; refuse an invalid one."""
         content = np.frombuffer(frame, dtype=np.uint8)
         if content.size < HEADER.size:
             raise FrameRefused(f"{content.size} bytes where a header alone takes {HEADER.size}")
         _, values, squeeze, _, body_bytes = HEADER.unpack_from(content)
         if values != VALUES_CODES[self.values]:
-            raise FrameRefused(f"values of type {values} where {self.values} were announced")
+            raise FrameRefused(f"values of type code {values}: expected {self.values}")
         if squeeze == 0:
             return content
         if self.squeeze is None or squeeze != SQUEEZE_CODES[self.squeeze]:
@@ -169,11 +169,11 @@ class Filter(Part, frozen=True):
         most = bounded_nbytes(numel, self.values) - HEADER.size
         if body_bytes > most:
             raise FrameRefused(f"unsqueezes to {body_bytes} bytes; {numel} values take {most}")
-        return _unsqueezed(content, self.squeeze, body_bytes)
+        return _decompress(content, self.squeeze, body_bytes)
 
 
-def _squeezed(frame: Bytes, method: Squeeze) -> Bytes:
-    """With a compressed body; the same frame if that would be no shorter."""
+def _compress(frame: Bytes, method: Squeeze) -> Bytes:
+    """Return the frame with its body compressed, or the same frame if that is no shorter."""
     library: Any = import_module("cramjam")
     body = frame[HEADER.size :]
     match method:
@@ -190,8 +190,8 @@ def _squeezed(frame: Bytes, method: Squeeze) -> Bytes:
     return np.concatenate([header, np.frombuffer(shorter, dtype=np.uint8)])
 
 
-def _unsqueezed(frame: Bytes, method: Squeeze, body_bytes: int) -> Bytes:
-    """Decompress into exactly so many bytes, never more, whatever the frame contains."""
+def _decompress(frame: Bytes, method: Squeeze, body_bytes: int) -> Bytes:
+    """Return the frame with its body decompressed to exactly ``body_bytes``, never to more."""
     library: Any = import_module("cramjam")
     whole = np.empty(HEADER.size + body_bytes, dtype=np.uint8)
     whole[: HEADER.size] = frame[: HEADER.size]

@@ -1,4 +1,4 @@
-"""What codecs of whole layers share: a gradient as two matrices with the same number of rows."""
+"""The part common to codecs of whole layers: a gradient is two matrices with equally many rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LayerCodec(Part, frozen=True):
     """A codec of a whole layer; its subclasses define which two matrices are sent.
 
     ``wire="same"`` and ``"float32"`` are exact; ``"bfloat16"`` halves the bytes of fp32. ``"int8"``
-    and ``"int4"`` quarter and eighth them: each value is rounded up or down by chance, so that the
-    expected gradient is the exact one. Chance follows from ``seed``, the worker, the step, the
-    layer and the matrix: a run can be repeated.
+    and ``"int4"`` quarter and eighth them: each value is rounded up or down at random, so that the
+    expected gradient is the exact one. Random numbers follow from ``seed``, the worker, the step,
+    the layer and the matrix, so that a run can be repeated.
     """
 
     wire: CompactWire = "same"
@@ -38,7 +38,7 @@ class LayerCodec(Part, frozen=True):
 
     form: ClassVar[LayerForm]
     splits: ClassVar[bool] = True
-    early: ClassVar[bool] = False  # whether the first matrix may be sent in the forward pass
+    early: ClassVar[bool] = False  # the first matrix may be sent in the forward pass
     counted: ClassVar[tuple[str, str]]  # names of the matrices' rows, for error messages
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class LayerCodec(Part, frozen=True):
         return facts("up: compact form") | shorter
 
     def wire_dtype(self, dtype: str, place: int) -> str:
-        """The precision in which matrix ``place`` of this dtype is sent."""
+        """Return the precision in which matrix ``place`` of this dtype is sent."""
         if self.wire == "float32" and dtype in ("bfloat16", "float16"):
             return "float32"
         if self.wire in FEW_BITS and dtype != "float64":
@@ -69,9 +69,9 @@ class LayerCodec(Part, frozen=True):
         return "bfloat16" if self.wire == "bfloat16" and dtype == "float32" else dtype
 
     def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
-        """The bytes of two matrices of so many rows, without their headers of a few bytes.
+        """Return the bytes of two matrices of so many rows, without their headers of a few bytes.
 
-        They are the weight's; the layer's bias follows from them, and takes nothing.
+        They are the weight's; the layer's bias follows from them and takes no bytes.
         """
         if len(spec.shape) != 2:
             return 0.0
@@ -85,12 +85,12 @@ class LayerCodec(Part, frozen=True):
         )
 
     def chance(self, rank: Rank, step: int, unit: int, place: int) -> int:
-        """What decides how one matrix of one worker is rounded; independent of all others."""
-        drawn = np.random.SeedSequence((self.seed, rank, step, unit, place))
-        return int(drawn.generate_state(1)[0])
+        """Return the seed that rounds one matrix of one worker; independent of all other seeds."""
+        sequence = np.random.SeedSequence((self.seed, rank, step, unit, place))
+        return int(sequence.generate_state(1)[0])
 
     def matrices(self, layer: Layer) -> tuple[Wanted, Wanted]:
-        """The required width and precision of the layer's two matrices."""
+        """Return the required width and precision of the layer's two matrices."""
         raise NotImplementedError
 
     def examine(self, frames: Sequence[Buffer], layer: Layer) -> None:
@@ -103,8 +103,8 @@ class LayerCodec(Part, frozen=True):
         rows, _, used = frames_taken(frames, first)
         others, _, rest = frames_taken(frames[used:], second)
         if rows != others or used + rest != len(frames):
-            told = f"{rows} {self.counted[0]} and {others} {self.counted[1]}"
-            raise FrameRefused(f"{told}, in {len(frames)} frames")
+            received = f"{rows} {self.counted[0]} and {others} {self.counted[1]}"
+            raise FrameRefused(f"{received}, in {len(frames)} frames")
 
     def examine_early(self, frames: Sequence[Buffer], layer: Layer) -> None:
         """Check a first matrix that was sent in the forward pass.
@@ -113,10 +113,10 @@ class LayerCodec(Part, frozen=True):
             FrameRefused: It is not this layer's, or the codec sends none early.
         """
         if not self.early:
-            raise FrameRefused(f"{self.form} do not leave early")
+            raise FrameRefused(f"{self.form} do not leave early: expected them after backward")
         rows, _, used = frames_taken(frames, self.matrices(layer)[0])
         if not rows or used != len(frames):
-            raise FrameRefused(f"{rows} rows of inputs in {len(frames)} frames")
+            raise FrameRefused(f"{rows} rows of inputs in {len(frames)} frames: expected 1 or more")
 
     def combine(
         self,
@@ -133,20 +133,20 @@ class LayerCodec(Part, frozen=True):
             contributions: Frames that have passed ``examine``.
             math: Computes and stores the gradient: torch at workers, numpy at servers.
             scratch: Memory for the stacks.
-            divisor: What the sum is divided by.
+            divisor: The number by which the sum is divided.
         """
         first, second = self.matrices(layer)
-        found: tuple[list[tuple[int, str, Sequence[Buffer]]], ...] = ([], [])
+        both: tuple[list[tuple[int, str, Sequence[Buffer]]], ...] = ([], [])
         for frames in contributions:
-            for wanted, matrices in zip((first, second), found, strict=True):
+            for wanted, matrices in zip((first, second), both, strict=True):
                 rows, dtype, used = frames_taken(frames, wanted)
                 matrices.append((rows, dtype, frames[1:used]))
                 frames = frames[used:]
         stacks = [
             stack(matrices, wanted.width, wanted.stacked_as or layer.dtype, scratch, place)
-            for place, (wanted, matrices) in enumerate(zip((first, second), found, strict=True))
+            for place, (wanted, matrices) in enumerate(zip((first, second), both, strict=True))
         ]
-        rows = sum(rows for rows, _, _ in found[0])
+        rows = sum(rows for rows, _, _ in both[0])
         self.accumulate(math, layer, stacks[0], stacks[1], rows, 1.0 / divisor)
 
     def accumulate(

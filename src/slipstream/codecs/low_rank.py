@@ -1,4 +1,4 @@
-"""A matrix as its product with a few vectors that all workers know (after PowerSGD)."""
+"""Low-rank codec: a matrix as its product with a few vectors that all workers know (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -19,38 +19,42 @@ from slipstream.errors import ConfigError, FrameRefused, RuntimeFault
 from slipstream.parts import Facts, facts
 from slipstream.types import HERE, LARGEST_CHUNK_BYTES, Buffer, EncodeContext, Spec, Values
 
-Side = Literal[0, 1]  # which side of the matrix the basis is multiplied with: right, left
+Side = Literal[0, 1]  # the side from which the basis multiplies the matrix: right, left
 
 HEADER = struct.Struct("<II")  # the side, and the checksum of the basis
 LARGEST_VALUE = 1e30  # of a gradient: its products, however many are added, are finite
 
 
 class LowRank(SharedCodec, frozen=True):
-    """A tensor as a matrix of low rank: a × r or b × r values in the place of a × b.
+    """Send a tensor as a matrix of low rank: a × r or b × r values instead of a × b.
 
-    The matrix is the tensor with all dimensions but the first as one. With A the values plus the
-    residual R of the last time, and Q the b × r orthonormal basis that all workers have:
+    The matrix is the tensor with all dimensions but the first flattened. With A the values plus the
+    residual R of the last round, and Q the b × r orthonormal basis that all workers have:
 
-        P = A Q travels;  R ← A − P Qᵀ;  the result is mean(P) Qᵀ
+        P = A Q is sent;  R ← A − P Qᵀ;  the result is mean(P) Qᵀ
 
-    In the next round the other side is multiplied: Aᵀ P̂ travels, where P̂ = orth(mean(P)). So every
-    round is half of a power iteration that starts where the last one ended, and one exchange a step
-    suffices. What the basis misses stays in R and travels later. Nothing is sent down but mean(P)
-    if ``down`` is the same ``LowRank``, and that is all of the result.
+    In the next round the other side is multiplied: Aᵀ P̂ is sent, where P̂ = orth(mean(P)). So
+    every round is half of a power iteration that starts where the last one ended, and one exchange
+    a step suffices. What the basis misses stays in R and is sent later. If ``down`` is the same
+    ``LowRank``, the result sent down is mean(P) and nothing else.
 
     The first basis follows from ``seed``, and so do its directions where all gradients were zero.
-    A gradient with a NaN, an infinity or a value above 1e30 arrives as NaN and does not enter R;
-    the basis begins anew after it.
+    If a gradient has a NaN, an infinity or a value above 1e30, NaN is sent and R does not change;
+    the basis starts anew after it.
 
     Args:
         rank: r, 1 or more. (a + b) r must be less than a b; else the tensor is refused.
-        seed: Of the first basis.
+        seed: The seed of the first basis.
 
     Raises:
-        ConfigError: One of these is out of range.
+        ConfigError: The rank or the seed is out of range.
 
     >>> LowRank(rank=2).obstacle(Spec("fc.weight", (64, 32), "float32", 0))
     ''
+
+    References:
+        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization (2019).
     """
 
     rank: int = 4
@@ -92,11 +96,11 @@ class LowRank(SharedCodec, frozen=True):
         return f"{why}: {smaller}route it to Dense()"
 
     def nbytes(self, shape: Shape, side: Side) -> int:
-        """What a tensor takes on the wire in a round of this side."""
+        """Return the bytes of a tensor on the wire in a round that multiplies this side."""
         return HEADER.size + 4 * self.rank * matrix_shape(shape)[side]
 
     def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
-        """The mean of both sides, which take turns."""
+        """Return the mean bytes of both sides, which take turns."""
         return (self.nbytes(spec.shape, 0) + self.nbytes(spec.shape, 1)) / 2
 
     def agree(self, shape: Shape, *, ahead: int = 1) -> Bases:
@@ -117,28 +121,31 @@ class LowRank(SharedCodec, frozen=True):
 class Bases:
     """The bases of one tensor, by round; implements ``Agreement``.
 
-    A basis follows from the number of its round and from the merged contributions of the round
-    ``ahead`` before, and from nothing else: who missed other rounds has it, too.
+    A basis follows only from the number of its round and from the merged contributions of the
+    round ``ahead`` earlier, so a member that missed other rounds computes the same basis.
     """
 
     def __init__(self, codec: LowRank, shape: Shape, ahead: int) -> None:
         self._codec, self._shape, self._ahead = codec, matrix_shape(shape), ahead
-        self._known: dict[int, Projection] = {}
+        self._projections: dict[int, Projection] = {}
 
     def at(self, round_: int) -> Projection:
-        if round_ not in self._known:
+        if round_ not in self._projections:
             if round_ >= self._ahead:
-                raise RuntimeFault(f"nobody has said what the basis of round {round_} is")
-            self._known[round_] = self._projection(round_, None)
-        return self._known[round_]
+                raise RuntimeFault(
+                    f"the basis of round {round_} is unknown: round {round_ - self._ahead} was not "
+                    "learned"
+                )
+            self._projections[round_] = self._projection(round_, None)
+        return self._projections[round_]
 
     def learn(self, round_: int, merged: Buffer | None) -> None:
-        self._known[round_ + self._ahead] = self._projection(round_ + self._ahead, merged)
-        for over in [known for known in self._known if known <= round_]:
-            del self._known[over]
+        self._projections[round_ + self._ahead] = self._projection(round_ + self._ahead, merged)
+        for past in [known for known in self._projections if known <= round_]:
+            del self._projections[past]
 
     def _projection(self, round_: int, merged: Buffer | None) -> Projection:
-        """Orthonormal, of what was merged if that is finite, and of the seed where it is not."""
+        """Return a round's basis: of the merged factor if it is finite, else of the seed."""
         side: Side = 1 if round_ // self._ahead % 2 else 0
         length, rank = self._shape[1 - side], self._codec.rank
         spare = drawn((self._codec.seed, round_), length)
@@ -151,7 +158,14 @@ class Bases:
 
 
 class Projection:
-    """``LowRank`` with the basis of one round; implements ``RoundCodec`` for one tensor."""
+    """``LowRank`` with the basis of one round; implements ``RoundCodec`` for one tensor.
+
+    Args:
+        codec: The recipe.
+        shape: The tensor as a matrix: rows and columns.
+        side: The side from which the basis multiplies the matrix.
+        basis: The orthonormal vectors, one after the other.
+    """
 
     form: ClassVar[Form] = "dense"
     lossy: ClassVar[bool] = True
@@ -172,8 +186,8 @@ class Projection:
         if not largest(values.data, "float32") <= LARGEST_VALUE:
             factor.view(np.float32)[:] = np.nan
             return (frame,)
-        rows, rank, left = self._shape[0], self._codec.rank, self._side == 1
-        low_rank_pack(factor, values.data, residual.values, self._basis, rows, rank, left)
+        rows, rank, from_left = self._shape[0], self._codec.rank, self._side == 1
+        low_rank_pack(factor, values.data, residual.values, self._basis, rows, rank, from_left)
         return (frame,)
 
     def examine(self, frames: Sequence[Buffer], numel: int, dtype: str) -> None:
@@ -206,12 +220,12 @@ class Projection:
             )
 
     def _frame(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """One with a header, and room for a factor."""
+        """Return a frame with the header and room for a factor."""
         frame = np.empty(self._codec.nbytes(self._shape, self._side), np.uint8)
         frame[: HEADER.size] = np.frombuffer(self._header, np.uint8)
         return frame
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """The first dimension, and all others as one."""
+    """Return the first dimension, and the product of all others."""
     return shape[0], math.prod(shape[1:])

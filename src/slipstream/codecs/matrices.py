@@ -32,8 +32,8 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Requirements of a matrix: how many values a row has, and in which precisions; and the
-    precision in which matrices are stacked, if it is not the layer's."""
+    """Requirements of a matrix: the number of values in a row, the precisions that are accepted,
+    and the precision in which matrices are stacked, if it is not the layer's."""
 
     width: int
     dtypes: Sequence[str] = (*ITEM_BYTES, *FEW_BITS)
@@ -41,13 +41,13 @@ class Wanted:
 
 
 class LayerMath(Protocol):
-    """Computes a layer's gradient: torch at workers, numpy at servers.
+    """The computation of a layer's gradient: torch at workers, numpy at servers.
 
     Results are added to an existing gradient, as torch does.
     """
 
     def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
-        """share·dYᵀX for the weight (XᵀdY if it is transposed), share·Σ dY for the bias."""
+        """Add share·dYᵀX to the weight's gradient (XᵀdY if transposed), share·Σ dY to the bias'."""
         ...
 
     def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
@@ -59,40 +59,41 @@ class Scratch:
     """Memory for stacked matrices, reused from round to round."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Bytes] = {}
+        self._memories: dict[int, Bytes] = {}
 
     def take(self, place: int, nbytes: int) -> Bytes:
-        held = self._held.get(place)
-        if held is None or held.nbytes < nbytes:
-            held = self._held[place] = np.empty(nbytes, np.uint8)
-        return held[:nbytes]
+        memory = self._memories.get(place)
+        if memory is None or memory.nbytes < nbytes:
+            memory = self._memories[place] = np.empty(nbytes, np.uint8)
+        return memory[:nbytes]
 
 
 def matrix_nbytes(numel: int, dtype: str) -> int:
-    """What so many values of a matrix take on the wire, without the header."""
+    """Return the bytes of ``numel`` values of a matrix on the wire, without the header."""
     if (few := FEW_BITS.get(dtype)) is not None:
-        # Not by the kernel's own function: a header may claim more values than that can count.
+        # The kernel's own function would overflow: a header may claim more values than it can
+        # count.
         return -(-numel // few.block) * SCALE_BYTES + -(-numel * few.bits // 8)
     return numel * BYTES[dtype]
 
 
 def quantize(out: Bytes, values: Bytes, dtype: str, seed: int) -> None:
-    """Write float32 values in few bits, each rounded up or down by chance.
+    """Write float32 values in few bits, each rounded up or down at random.
 
-    A product of rounded matrices has no error that could be kept for the next time. With
-    independent chances its expected value is the exact product.
+    Rounding errors of a product's matrices cannot be kept for the next step. With independent
+    random numbers the expected product is the exact one.
     """
     quantize_pack(out, values, None, FEW_BITS[dtype].bits, FEW_BITS[dtype].block, seed)
 
 
 def frame_sizes(nbytes: int) -> list[int]:
-    """The sizes of the frames for so many bytes; none for 0 bytes."""
+    """Return the sizes of the frames for so many bytes; none for 0 bytes."""
     whole, rest = divmod(nbytes, LARGEST_CHUNK_BYTES)
     return [LARGEST_CHUNK_BYTES] * whole + [rest] * bool(rest)
 
 
 def to_frames(matrix: Matrix) -> tuple[Buffer, ...]:
-    """The header and the memory itself, which must not change until it has been sent."""
+    """Return the header and the memory itself, which must not change until it has been sent."""
     sizes = frame_sizes(matrix.data.nbytes)
     stops = list(itertools.accumulate(sizes))
     header = HEADER.pack(matrix.rows, DTYPES.index(matrix.dtype))
@@ -101,28 +102,28 @@ def to_frames(matrix: Matrix) -> tuple[Buffer, ...]:
 
 
 def frames_taken(frames: Sequence[Buffer], wanted: Wanted) -> tuple[int, str, int]:
-    """Rows and dtype of the first matrix in ``frames``, and how many frames it takes.
+    """Return the rows and dtype of the first matrix in ``frames``, and how many frames it takes.
 
     Raises:
         FrameRefused: The frames do not begin with such a matrix.
     """
     header = memoryview(frames[0]) if frames else memoryview(b"")
     if header.nbytes != HEADER.size:
-        raise FrameRefused(f"{header.nbytes} bytes where a matrix's header takes {HEADER.size}")
+        raise FrameRefused(f"matrix header of {header.nbytes} bytes: expected {HEADER.size}")
     rows, code = HEADER.unpack(header)
     dtype = DTYPES[code] if code < len(DTYPES) else ""
     if dtype not in wanted.dtypes:
-        raise FrameRefused(f"a matrix of type {dtype or code} where {wanted.dtypes} are taken")
+        raise FrameRefused(f"matrix of type {dtype or code}: expected one of {wanted.dtypes}")
     if rows and not wanted.width:
         raise FrameRefused(f"{rows} rows of a matrix without columns")
     nbytes = matrix_nbytes(rows * wanted.width, dtype)
-    # Before anything is counted out: a header may claim more than memory has.
-    there = sum(memoryview(frame).nbytes for frame in frames[1:])
-    if nbytes > there:
-        raise FrameRefused(f"{there} bytes where {rows} rows take {nbytes}")
+    # Before memory is reserved: a header may claim more than a machine has.
+    received = sum(memoryview(frame).nbytes for frame in frames[1:])
+    if nbytes > received:
+        raise FrameRefused(f"{received} bytes where {rows} rows take {nbytes}")
     sizes = frame_sizes(nbytes)
     if [memoryview(frame).nbytes for frame in frames[1 : 1 + len(sizes)]] != sizes:
-        raise FrameRefused(f"{rows} rows in {nbytes} bytes are cut into other frames")
+        raise FrameRefused(f"{rows} rows in {nbytes} bytes are cut into other frames than {sizes}")
     return rows, dtype, 1 + len(sizes)
 
 
@@ -133,23 +134,23 @@ def stack(
     scratch: Scratch,
     place: int,
 ) -> Values:
-    """Stack matrices in the given order; each is given as its rows, its dtype and its frames."""
+    """Stack matrices in the given order; each is a tuple of its rows, its dtype and its frames."""
     row_bytes = width * BYTES[dtype]
     whole = Values(scratch.take(place, sum(rows for rows, _, _ in matrices) * row_bytes), dtype)
     start = 0
-    for rows, given, frames in matrices:
+    for rows, source_dtype, frames in matrices:
         out = whole.data[start : start + rows * row_bytes]
         start += rows * row_bytes
-        if given == dtype:
+        if source_dtype == dtype:
             read_into(out, frames)
         elif rows:
-            landing = landed(rows * width, given, frames)
-            mean_into(out, [landing.data], landing.dtype, 1.0, out_dtype=dtype)
+            decoded = decoded_values(rows * width, source_dtype, frames)
+            mean_into(out, [decoded.data], decoded.dtype, 1.0, out_dtype=dtype)
     return whole
 
 
-def landed(numel: int, dtype: str, frames: Sequence[Buffer]) -> Values:
-    """The values of a matrix that came in another precision than it is stacked in."""
+def decoded_values(numel: int, dtype: str, frames: Sequence[Buffer]) -> Values:
+    """Return the values of a matrix sent in another precision than it is stacked in."""
     content = np.empty(matrix_nbytes(numel, dtype), np.uint8)
     read_into(content, frames)
     if dtype not in FEW_BITS:

@@ -19,7 +19,7 @@ SCALES_BYTES = 8
 class OneBit(Part, frozen=True):
     """Send the sign of each value, and for every segment the mean of the values of either sign.
 
-    With a the values plus the residual r of the last time:
+    With a the values plus the residual r of the last step:
 
         q(aᵢ) = mean of all aⱼ ≥ 0 where aᵢ ≥ 0, mean of all aⱼ < 0 elsewhere;  rᵢ ← aᵢ − q(aᵢ)
 
@@ -30,6 +30,10 @@ class OneBit(Part, frozen=True):
     >>> frames = codec.encode(Values(gradient.view(np.uint8), "float32"), residual)
     >>> residual.values.tolist()  # what was sent is 3, 3, -1
     [1.0, -1.0, 0.0]
+
+    References:
+        Seide, Fu, Droppo, Li and Yu: 1-bit Stochastic Gradient Descent and its Application to
+        Data-parallel Distributed Training of Speech DNNs (2014).
     """
 
     form: ClassVar[Form] = "dense"
@@ -43,7 +47,7 @@ class OneBit(Part, frozen=True):
 
     @staticmethod
     def nbytes(numel: int) -> int:
-        """Bytes of ``numel`` values on the wire: two means, and the bits."""
+        """Return the bytes of ``numel`` values on the wire: two means, and the bits."""
         return SCALES_BYTES + -(-numel // 8)
 
     def facts(self) -> Facts:

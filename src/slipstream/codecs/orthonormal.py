@@ -1,7 +1,7 @@
-"""Orthonormal vectors that are the same bytes on every machine. Pure.
+"""Orthonormal vectors with the same bytes on every machine. Pure.
 
-Sums have a fixed order and no fused multiplication, so that processors do not differ: BLAS and
-LAPACK choose their order by the machine. The vectors are few, so that this costs little.
+Sums have a fixed order and no fused multiply-add, so that all processors get the same result;
+BLAS and LAPACK choose their order by the machine. There are few vectors, so this costs little.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DEPENDENT = 1e-6  # a vector of which less than this is new is noise of float32 
 
 
 def drawn(seed: Sequence[int], length: int) -> Iterator[Doubles]:
-    """Vectors of numbers between -1 and 1, one after the other.
+    """Yield vectors of random numbers between -1 and 1.
 
     Args:
-        seed: Numbers that they follow from.
-        length: Of each vector.
+        seed: The numbers that determine the vectors.
+        length: The length of each vector.
     """
     bits = np.random.PCG64(np.random.SeedSequence(tuple(seed)))
     while True:
@@ -30,12 +30,11 @@ def drawn(seed: Sequence[int], length: int) -> Iterator[Doubles]:
 
 
 def orthonormal(rows: Doubles, spare: Iterator[Doubles]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Gram-Schmidt, twice, which is enough for vectors that are orthogonal to the last digit.
+    """Orthonormalize rows by Gram-Schmidt, run twice, which is enough for full precision.
 
     Args:
         rows: Finite vectors, at most as many as each has numbers. They are changed.
-        spare: Where a vector depends on those before it, or is zero, the next of these takes its
-            place.
+        spare: Vectors that replace rows which are zero or depend on earlier rows.
 
     Returns:
         Vectors with the same span, orthogonal and of length 1.
@@ -50,7 +49,7 @@ def orthonormal(rows: Doubles, spare: Iterator[Doubles]) -> np.ndarray[Any, np.d
 
 
 def _make_unit(others: Doubles, row: Doubles) -> bool:
-    """Take out of a vector what is in others, and make its length 1; False: nothing is left."""
+    """Subtract others' components from a row and normalize it; return False if nothing remains."""
     before = np.abs(row).max(initial=0.0)
     if before == 0.0:
         return False
@@ -59,8 +58,8 @@ def _make_unit(others: Doubles, row: Doubles) -> bool:
     for _ in range(2):
         shares = (others * row).sum(axis=1)
         row -= (others * shares[:, None]).sum(axis=0)
-    left = np.sqrt((row * row).sum())
-    if left <= DEPENDENT * length:
+    remaining = np.sqrt((row * row).sum())
+    if remaining <= DEPENDENT * length:
         return False
-    row /= left
+    row /= remaining
     return True

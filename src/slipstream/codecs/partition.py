@@ -1,4 +1,9 @@
-"""Send one partition of what accumulated for a peer, in rotation (Ako's partial exchange)."""
+"""Send one partition of what accumulated for a peer, in rotation (Ako's partial exchange).
+
+References:
+    Watcharapichat, Lopez Morales, Castro Fernandez and Pietzuch: Ako: Decentralised Deep Learning
+    with Partial Gradient Exchange (2016).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,9 @@ NOT_ZERO = Filter(Above(0.0, decay="constant"))
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Which of p partitions worker j sends peer i the t-th time: (i − j + t) mod p.
+    """The partition that worker j sends peer i the t-th time: (i − j + t) mod p.
 
-    So a peer gets all partitions in p times, and different peers get different ones. With
+    After p times a peer has all partitions, and different peers get different ones at a time. With
     ``same_for_all`` all peers get (j + t) mod p, and need only one accumulator.
 
     >>> rotation = Rotation(partitions=2)
@@ -31,31 +36,37 @@ class Rotation:
     same_for_all: bool = False
 
     def turn(self, sender: Rank, peer: Rank) -> int:
-        """Peers with the same turn get the same partitions at the same times."""
+        """Return a number; peers with the same number get the same partitions at the same times."""
         return (sender if self.same_for_all else peer - sender) % self.partitions
 
     def part(self, turn: int, time: int, numel: int) -> slice:
-        """The range of ``numel`` values that is due; partition sizes differ by at most one."""
+        """Return the range of ``numel`` values that is due; sizes differ by at most one."""
         due = (turn + time) % self.partitions
         return slice(due * numel // self.partitions, (due + 1) * numel // self.partitions)
 
 
 @dataclass(slots=True, eq=False)
 class Accumulator:
-    """The residual for a group of peers, all of which have been sent the same."""
+    """The residual for a group of peers that have all been sent the same partitions."""
 
     turn: int
     peers: set[Rank]
     residual: Residual
-    taken: int = 0  # how often a partition was taken
-    fresh: bool = False  # whether anything was added since the last one
+    taken: int = 0  # the number of partitions taken
+    fresh: bool = False  # something was added since the last one
 
 
 class PeerAccumulators:
-    """What one worker has not yet sent: one accumulator for all peers with the same turn.
+    """The values that one worker has not sent: an accumulator for all peers of a turn.
 
-    Every update is added to every accumulator, and a partition that is taken leaves it. So each
-    value of each update is sent to each peer exactly once, however seldom partitions are taken.
+    Every update is added to every accumulator, and a partition that is sent is removed from it. So
+    each value of each update is sent to each peer exactly once, however seldom partitions are sent.
+
+    Args:
+        rotation: Chooses the partition for each peer and time.
+        sender: This worker's rank.
+        peers: The ranks that receive partitions.
+        numel: The number of values of the model.
     """
 
     def __init__(
@@ -77,9 +88,9 @@ class PeerAccumulators:
             accumulator.fresh = True
 
     def take(self, accumulator: Accumulator, above: Above | None = None) -> tuple[int, Floats]:
-        """The start of the partition that is due, and its values.
+        """Remove the partition that is due; return its start and its values.
 
-        With ``above``, entries within the bound are zero there and stay in the accumulator.
+        With ``above``, entries within the bound are returned as zeros and stay in the accumulator.
         """
         part = self.rotation.part(accumulator.turn, accumulator.taken, self.numel)
         due = accumulator.residual.part(part)
@@ -94,26 +105,25 @@ class PeerAccumulators:
         self.accumulators.append(Accumulator(turn, {peer}, Residual.zeros(self.numel)))
 
     def forget(self, peer: Rank) -> None:
-        """A peer has died."""
+        """Drop what has accumulated for a dead peer alone."""
         self.accumulators = without(self.accumulators, peer)
 
 
 def without(accumulators: Collection[Accumulator], peer: Rank) -> list[Accumulator]:
-    """The accumulators without a dead peer; one that no other peer uses is dropped."""
+    """Return the accumulators without a dead peer; one that no other peer uses is dropped."""
     for accumulator in accumulators:
         accumulator.peers.discard(peer)
     return [accumulator for accumulator in accumulators if accumulator.peers]
 
 
 def bound(above: Above, due: Residual, ctx: EncodeContext) -> float:
-    """δᵗ for what has accumulated."""
+    """Return δᵗ for the accumulated values."""
     flat = Values(due.values.view(np.uint8), "float32")
     return above.threshold(flat, np.zeros_like(due.values), ctx)
 
 
 def packed(values: Floats) -> Buffer:
-    """A partition on the wire where small entries were held back: in the filter's format, without
-    zeros."""
+    """Encode a partition with small entries held back: the filter's format, no zeros."""
     flat = Values(values.view(np.uint8), "float32")
     (frame,) = NOT_ZERO.encode(flat, Residual.zeros(values.size), HERE)
     return frame

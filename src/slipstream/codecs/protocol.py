@@ -14,7 +14,7 @@ Form = Literal["dense", "factors", "rows"]
 
 
 class AboutCodec(Protocol):
-    """What plans and compatibility rules need to know of any codec."""
+    """The part of every codec's interface that plans and compatibility rules use."""
 
     @property
     def name(self) -> str:
@@ -23,45 +23,44 @@ class AboutCodec(Protocol):
 
     @property
     def form(self) -> Form:
-        """What a contribution is: values, or a layer's two matrices."""
+        """The form of a contribution: values, or a layer's two matrices."""
         ...
 
     @property
     def lossy(self) -> bool:
-        """Whether the decoded values may differ from the encoded ones."""
+        """True if the decoded values may differ from the encoded ones."""
         ...
 
     @property
     def splits(self) -> bool:
-        """Whether contributions are cut where chunks are (else a tensor's is one)."""
+        """True if contributions are cut into chunks; False if each tensor's is one piece."""
         ...
 
     def facts(self) -> Facts:
-        """Facts for the compatibility rules."""
+        """Return facts for the compatibility rules."""
         ...
 
     def obstacle(self, spec: Spec) -> str:
-        """Why this codec cannot carry a tensor, and what to use instead; empty if it can."""
+        """Return why this codec cannot carry a tensor, and what to use instead; empty if it can."""
         ...
 
     def wire_bytes(self, spec: Spec, workers: int, rows: int = 0) -> float:
-        """The bytes of a tensor on the wire: once, over one link, one way; on average over rounds.
+        """Return a tensor's bytes over one link, one way, on average over rounds.
 
-        Exact where the size does not depend on values, for a tensor that is sent in one piece.
-        Where it does, this is the most that values may take, or what the share of them takes that
-        travels.
+        Exact if the size does not depend on values, for a tensor that is sent in one piece. If it
+        does, this is the most that values may take, or the size of the share of them that is sent.
 
         Args:
             spec: A tensor that this codec can carry.
-            workers: How many there are.
-            rows: How many rows a worker's batch gives the tensor's layer, for codecs of layers.
+            workers: The number of workers.
+            rows: The rows that a worker's batch gives the tensor's layer, for codecs of layers.
         """
         ...
 
 
 @runtime_checkable
 class Codec(AboutCodec, Protocol):
-    """Encodes values as wire frames and back; ``frames`` is the number of frames per segment.
+    """A codec of values to wire frames and back; ``frames`` is their number per segment.
 
     A codec that does not send everything keeps the rest in a ``Residual``, one for each segment on
     each link: the sender keeps the return value of ``init`` and passes it to every ``encode``.
@@ -71,14 +70,14 @@ class Codec(AboutCodec, Protocol):
     def frames(self) -> int: ...
 
     def init(self, numel: int, dtype: str) -> Residual | None:
-        """An empty residual for one segment on one link; None if everything is always sent."""
+        """Return an empty residual for one segment on one link; None if nothing is kept."""
         ...
 
     def encode(self, values: Values, residual: Any, ctx: EncodeContext) -> tuple[Buffer, ...]:
-        """The frames to send.
+        """Return the frames to send.
 
         Args:
-            values: This time's values; not changed.
+            values: The values of this step; not changed.
             residual: What ``init`` returned; it is changed in place.
             ctx: The clock, the learning rate and the state of the link.
         """
@@ -95,11 +94,11 @@ class Codec(AboutCodec, Protocol):
     def combine(
         self, contributions: Sequence[Sequence[Buffer]], out: Values, *, divisor: float
     ) -> None:
-        """Sum contributions in the order given, divide, and write the result."""
+        """Sum contributions in the given order, divide, and write the result."""
         ...
 
     def decode_into(self, frames: Sequence[Buffer], out: Values) -> None:
-        """Decode the frames, as the receiver sees them."""
+        """Decode frames as every receiver does."""
         ...
 
 

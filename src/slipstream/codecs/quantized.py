@@ -16,14 +16,14 @@ from slipstream.types import HERE, Buffer, EncodeContext, Spec, Values
 
 Bits = Literal[8, 4]
 RoundingMode = Literal["nearest", "stochastic"]
-BLOCKS = range(32, 4096 + 1, 32)  # what native/quantize.h takes
+BLOCKS = range(32, 4096 + 1, 32)  # the sizes that native/quantize.h accepts
 SCALE_BYTES = 4
 
 
 class Quantized(Part, frozen=True):
     """Send each value as a whole number of steps; L steps are its block's largest magnitude.
 
-    With a the values plus the residual r of the last time, and L = 127 (8 bits) or 7 (4 bits):
+    With a the values plus the residual r of the last step, and L = 127 (8 bits) or 7 (4 bits):
 
         s = max |aᵢ| / L in the block;  qᵢ = round(aᵢ / s);  rᵢ ← aᵢ − s qᵢ
 
@@ -33,16 +33,20 @@ class Quantized(Part, frozen=True):
 
     Args:
         bits: 8 or 4.
-        block: How many values share a scale, which takes 4 bytes: a multiple of 32, at most 4096.
+        block: The number of values that share a scale of 4 bytes: a multiple of 32, at most 4096.
         rounding: ``nearest``, or ``stochastic``: up or down at random, so that the expected value
             is aᵢ. It depends on ``seed``, the step and the values only: a run can be repeated.
-        seed: Of stochastic rounding.
+        seed: The seed of stochastic rounding.
 
-    Raises:
-        ConfigError: One of these is out of range.
+        Raises:
+        ConfigError: An argument is out of range.
 
     >>> Quantized(bits=4, block=64).name
     'int4'
+
+    References:
+        Alistarh, Grubic, Li, Tomioka and Vojnovic: QSGD: Communication-Efficient SGD via Gradient
+        Quantization and Encoding (2017). It has no error feedback; see ``one_bit`` for that.
     """
 
     bits: Bits = 8
@@ -74,7 +78,7 @@ class Quantized(Part, frozen=True):
         return f"int{self.bits}"
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` values on the wire: the scales, and the codes."""
+        """Return the bytes of ``numel`` values on the wire: the scales, and the codes."""
         return quantized_nbytes(numel, self.bits, self.block)
 
     def facts(self) -> Facts:
@@ -93,10 +97,10 @@ class Quantized(Part, frozen=True):
         self, values: Values, residual: Residual, ctx: EncodeContext = HERE
     ) -> tuple[Buffer, ...]:
         out = np.empty(self.nbytes(values.numel), dtype=np.uint8)
-        # The factor spreads steps over all seeds: runs with neighbouring seeds do not share draws
-        # soon.
-        drawn = (self.seed + ctx.clock * 0x9E3779B1) % (1 << 32)
-        seed = drawn if self.rounding == "stochastic" else None
+        # The factor spreads steps over all seeds: runs with neighbouring seeds do not soon share
+        # random numbers.
+        step_seed = (self.seed + ctx.clock * 0x9E3779B1) % (1 << 32)
+        seed = step_seed if self.rounding == "stochastic" else None
         quantize_pack(out, values.data, residual.values, self.bits, self.block, seed)
         return (out,)
 
@@ -113,6 +117,6 @@ class Quantized(Part, frozen=True):
         self.combine([frames], out, divisor=1.0)
 
 
-# What "int8" and "int4" mean wherever a wire format is chosen. Of 4 bits, smaller blocks: a large
-# value leaves fewer of its neighbours without a step.
+# The meaning of "int8" and "int4" wherever a wire format is chosen. Blocks of 4 bits are smaller,
+# since a large value rounds more of its neighbours to zero.
 FEW_BITS = {"int8": Quantized(8, block=256), "int4": Quantized(4, block=128)}

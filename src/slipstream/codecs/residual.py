@@ -1,4 +1,4 @@
-"""What a link was given and has not sent yet: one type for all codecs that hold values back."""
+"""The residual: values that a link holds back for later; one type for all codecs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Decoder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Residual:
-    """Values that one link was given and has not sent yet.
+    """Values that were to be sent over one link and have not been sent yet.
 
     Every value is sent exactly once. An encoder that sends a part leaves the rest in the residual:
 
@@ -32,13 +32,13 @@ class Residual:
     error. If the receiver drops the contribution, ``put_back`` restores the state before it was
     sent.
 
-    What all ends of a link must remember alike is not kept here: see ``Agreement``.
+    State that all ends of a link must share is not kept here: see ``Agreement``.
 
     Attributes:
         values: What is kept, one entry for each value of the segment. Encoders change it in place.
-        separable: Whether entries are sent independently of each other. If not, one non-finite
-            value makes the whole contribution invalid: none of it entered the residual, and none
-            returns.
+        separable: True if entries are sent independently of each other. If not, one non-finite
+            value makes the whole contribution invalid: none of it entered the residual, and
+            ``put_back`` restores none of it.
 
     >>> residual = Residual.zeros(3)
     >>> residual.add(np.float32([0.25, -2, 1]))
@@ -51,11 +51,11 @@ class Residual:
 
     @classmethod
     def zeros(cls, numel: int, *, separable: bool = True) -> Residual:
-        """A residual in which nothing is kept yet."""
+        """Return a residual that keeps nothing yet."""
         return cls(np.zeros(numel, np.float32), separable)
 
     def part(self, part: slice) -> Residual:
-        """A view: changes of it change this residual."""
+        """Return a view; changes of it change this residual."""
         return Residual(self.values[part], self.separable)
 
     def add(self, values: Floats) -> None:
@@ -63,7 +63,7 @@ class Residual:
         np.add(self.values, values, out=self.values)
 
     def take(self, above: float = EVERYTHING) -> Floats:
-        """Remove what is to be sent now.
+        """Remove and return what is to be sent now.
 
         Args:
             above: Keep entries whose magnitude is at most this. By default nothing is kept.
@@ -71,17 +71,17 @@ class Residual:
         Returns:
             The entries to send, and zeros in the place of those that stay. A NaN is sent.
         """
-        taken = self.values.copy()
+        due = self.values.copy()
         if above < 0:
             self.values[:] = 0
         else:
-            stays = np.abs(taken) <= above
-            taken[stays] = 0
+            stays = np.abs(due) <= above
+            due[stays] = 0
             self.values[~stays] = 0
-        return taken
+        return due
 
     def put_back(self, codec: Decoder, frames: Sequence[Buffer]) -> None:
-        """A contribution was dropped: add back what was sent, except non-finite values."""
+        """Add back what was sent in a contribution that was dropped, except non-finite values."""
         sent = Values.empty(self.values.size, "float32")
         codec.decode_into(frames, sent)
         numbers = sent.data.view(np.float32)
@@ -90,17 +90,17 @@ class Residual:
             np.add(self.values, numbers, out=self.values, where=finite)
 
     def clear(self) -> None:
-        """Drop what is kept: it belongs to weights that are no longer trained."""
+        """Drop what is kept, since it belongs to weights that are no longer trained."""
         self.values[:] = 0
 
 
 def kept_values(residuals: Sequence[Residual | None]) -> list[Floats | None]:
-    """The values of each residual, not copied."""
+    """Return the values of each residual, not copied."""
     return [None if residual is None else residual.values for residual in residuals]
 
 
 def obstacle_to_residual(spec: Spec) -> str:
-    """Why a tensor cannot have a residual, and what to use instead; empty if it can."""
+    """Return why a tensor cannot have a residual, and what to use instead; empty if it can."""
     if spec.dtype == "float32":
         return ""
     return f"it is {spec.dtype}, and residuals are kept in float32: route it to Dense()"

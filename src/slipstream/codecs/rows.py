@@ -1,4 +1,4 @@
-"""A table's gradient as the rows that were used: their ids and values."""
+"""The rows codec: a table's gradient as the ids and values of the rows that were used."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ IDS = Wanted(1, ("int64",), stacked_as="int64")
 
 
 class Rows(LayerCodec, frozen=True):
-    """Ids (rows × 1, int64) and values (rows × width) of an embedding's used rows.
+    """Send the ids (rows × 1, int64) and values (rows × width) of an embedding's used rows.
 
     Args:
-        wire: Of the values: "same" and "float32" are exact; "bfloat16" halves the bytes of fp32;
-            "int8" and "int4" quarter and eighth them, and round by chance.
-        seed: Of that chance.
+        wire: The format of the values: "same" and "float32" are exact; "bfloat16" halves the bytes
+            of fp32; "int8" and "int4" quarter and eighth them, and round at random.
+        seed: The seed of random rounding.
 
     Raises:
-        ConfigError: The wire format is unknown, or the seed no number of 32 bits.
+        ConfigError: The wire format is unknown, or the seed is not a number of 32 bits.
 
     >>> Rows().obstacle(Spec("words.weight", (1000, 64), "float32", 0, layer="words", form="rows"))
     ''
@@ -45,13 +45,13 @@ class Rows(LayerCodec, frozen=True):
         return IDS, Wanted(layer.inputs)
 
     def examine(self, frames: Sequence[Buffer], layer: Layer) -> None:
-        """Also check that the table has rows with these ids."""
+        """Check a contribution, and that the table has rows with these ids."""
         super().examine(frames, layer)
         _, _, used = frames_taken(frames, IDS)
         for frame in frames[1:used]:
             ids = np.frombuffer(frame, np.int64)
             if ids.min() < 0 or ids.max() >= layer.outputs:
-                raise FrameRefused(f"ids of rows that a table of {layer.outputs} does not have")
+                raise FrameRefused(f"ids outside of a table of {layer.outputs} rows")
 
     def accumulate(
         self, math: LayerMath, layer: Layer, first: Values, second: Values, rows: int, share: float

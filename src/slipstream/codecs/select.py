@@ -1,4 +1,4 @@
-"""Which entries of an accumulated tensor to send now. Pure."""
+"""Rules that select which entries of an accumulated tensor to send now. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts
 from slipstream.types import EncodeContext, Values
 
-# Of a filter: the bytes of a frame of so many values, of which so many travel.
+# The bytes of a filter's frame, from the number of its values and the number that are sent.
 Packed = Callable[[int, int], float]
 
 Decay = Literal["rate", "root", "constant"]
@@ -31,7 +31,7 @@ def _check_bound(name: str, bound: object) -> None:
 
 
 class Bound(NamedTuple):
-    """Entries above it travel, and of those that are equal to it the first so many."""
+    """A bound: entries above it are sent, and the first ``ties`` of those equal to it."""
 
     above: float
     ties: int = 0
@@ -51,7 +51,7 @@ class Drop(Part, frozen=True):
         ConfigError: The ratio is out of range.
 
     >>> four = Values(np.float32([1, 2, 3, 4]).view(np.uint8), "float32")
-    >>> Drop(0.5).bound(four, np.zeros(4, np.float32), clock=1)  # 3 and 4 travel
+    >>> Drop(0.5).bound(four, np.zeros(4, np.float32), clock=1)  # 3 and 4 are sent
     2.0
     """
 
@@ -65,12 +65,12 @@ class Drop(Part, frozen=True):
             )
 
     def bound(self, values: Values, memory: Floats, clock: int) -> float:
-        """The bound for values plus memory, from every ``stride``-th entry."""
+        """Return the bound for values plus memory, from every ``stride``-th entry."""
         # Odd, so that the sample does not hit the same columns of a matrix again and again.
         stride = max(1, values.numel // SAMPLES) | 1
-        taken = slice(clock % stride, None, stride)
+        sample = slice(clock % stride, None, stride)
         with np.errstate(over="ignore", invalid="ignore"):
-            acc = np.abs(values.data.view(np.float32)[taken] + memory[taken])
+            acc = np.abs(values.data.view(np.float32)[sample] + memory[sample])
         acc = np.sort(acc[np.isfinite(acc)])
         if acc.size == 0:
             return 0.0
@@ -94,6 +94,10 @@ class Above(Part, frozen=True):
 
     >>> Above(0.5, decay="constant")
     Above(delta=0.5, decay='constant', congested=None, congested_below=None, of_mean=False)
+
+    References:
+        Future Network Theory Lab, Huawei Research: Improving Network Performance for Distributed
+        Machine Learning in Commodity Clusters with Parameter Flow.
     """
 
     delta: float | Drop = Drop(0.85)
@@ -113,19 +117,19 @@ class Above(Part, frozen=True):
         return facts()
 
     def wire_bytes(self, numel: int, workers: int, packed: Packed) -> float:
-        """The bytes of so many values: of a share to drop the rest, and all where values decide."""
+        """Return the bytes of so many values: of those not dropped, or of all if values decide."""
         return packed(numel, self.entries(numel))
 
     def entries(self, numel: int) -> int:
-        """How many of so many entries travel, at most, on a link that is not congested."""
+        """Return the most entries of ``numel`` that are sent on a link that is not congested."""
         return numel - int(self.delta.ratio * numel) if isinstance(self.delta, Drop) else numel
 
     def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
-        """What is above δᵗ travels."""
+        """Return δᵗ as a bound: entries above it are sent."""
         return Bound(self.threshold(values, memory, ctx))
 
     def threshold(self, values: Values, memory: Floats, ctx: EncodeContext) -> float:
-        """δᵗ; a bound from a share to drop does not decay, since its share is constant."""
+        """Return δᵗ; a bound from a share to drop does not decay, since its share is constant."""
         wanted = self.congested if ctx.congested and self.congested is not None else self.delta
         if isinstance(wanted, Drop):
             return wanted.bound(values, memory, ctx.clock)
@@ -137,10 +141,10 @@ class Above(Part, frozen=True):
 
 
 class TopK(Part, frozen=True):
-    """The largest magnitudes travel: k = ⌈share · n⌉ of the n entries of a piece of a tensor.
+    """Send the largest magnitudes: k = ⌈share · n⌉ of the n entries of a piece of a tensor.
 
-    Of equal entries the first ones do. Zeros stay, as there is nothing to send. An entry that is
-    not finite counts as larger than any other and always travels.
+    Of equal entries the first are sent. Zeros are not sent. An entry that is not finite counts as
+    larger than any other and is always sent.
 
     Args:
         share: Above 0, at most 1.
@@ -151,6 +155,11 @@ class TopK(Part, frozen=True):
     >>> four = Values(np.float32([1, -4, 2, 4]).view(np.uint8), "float32")
     >>> TopK(0.25).bound(four, np.zeros(4, np.float32), EncodeContext())
     Bound(above=4.0, ties=1)
+
+    References:
+        Aji and Heafield: Sparse Communication for Distributed Gradient Descent (2017).
+        Lin, Han, Mao, Wang and Dally: Deep Gradient Compression: Reducing the Communication
+        Bandwidth for Distributed Training (2018).
     """
 
     share: float
@@ -159,7 +168,7 @@ class TopK(Part, frozen=True):
         is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
         if not (is_number and 0 < self.share <= 1):
             raise ConfigError(
-                f"TopK(share={self.share!r}): give the share of entries that travel, above 0 and "
+                f"TopK(share={self.share!r}): give the share of entries to send, above 0 and "
                 "at most 1, such as 0.01"
             )
 
@@ -167,12 +176,12 @@ class TopK(Part, frozen=True):
         return facts()
 
     def wire_bytes(self, numel: int, workers: int, packed: Packed) -> float:
-        """The bytes of the k largest of so many values."""
+        """Return the bytes of the k largest of so many values."""
         return packed(numel, math.ceil(self.share * numel))
 
     def bound(self, values: Values, memory: Floats, ctx: EncodeContext) -> Bound:
-        """The k-th largest magnitude of values plus memory, and how many of that size are among
-        the k."""
+        """Return the k-th largest magnitude of values plus memory, and how many entries equal to it
+        are among the k."""
         if not values.numel:
             return Bound(0.0)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -187,13 +196,13 @@ class TopK(Part, frozen=True):
 
 
 def kth_largest(k: int, magnitudes: Floats) -> float:
-    """The k-th largest; what is not a number counts as larger than all."""
-    # Few are worth sorting: those above what half as many more than k of a sample are above.
+    """Return the k-th largest; NaN counts as larger than all."""
+    # Sort only the entries above a guess: a sample's value that about 1.5 k of all entries exceed.
     sample = magnitudes[:: max(1, magnitudes.size // SAMPLES) | 1]
     wanted = min(sample.size, 16 + int(1.5 * k * sample.size / magnitudes.size))
     guess = np.partition(sample, sample.size - wanted)[sample.size - wanted]
-    few = magnitudes[~(magnitudes < guess)]
-    among = few if few.size >= k else magnitudes
+    candidates = magnitudes[~(magnitudes < guess)]
+    among = candidates if candidates.size >= k else magnitudes
     return float(np.partition(among, among.size - k)[among.size - k])
 
 

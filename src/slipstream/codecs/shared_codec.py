@@ -1,4 +1,4 @@
-"""Codecs whose frames can be read only with what all ends have learned in earlier rounds."""
+"""Codecs whose frames can only be decoded with state that all ends learned in earlier rounds."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ Shape = tuple[int, ...]
 
 
 class RoundCodec(Codec, Protocol):
-    """A shared codec as it is in one round. Its frames are linear: they can be added up."""
+    """A shared codec with the state of one round. Its frames are linear: they can be added up."""
 
     def merge(self, contributions: Sequence[Sequence[Buffer]], *, divisor: float) -> Buffer:
-        """The sum of contributions in the order given, divided, as one frame of the same form.
+        """Return the sum of contributions, in order, divided, as one frame of the same form.
 
         Raises:
-            RuntimeFault: One of them was made with something else than what is agreed here.
+            RuntimeFault: A contribution was encoded with other state than this member's.
         """
         ...
 
 
 class Agreement(Protocol):
-    """What all ends of one tensor's links know alike, round by round.
+    """State that all ends of one tensor's links share, round by round.
 
-    Every worker and every holder has one. It changes only by what all of them are told.
+    Every worker and every holder has one. It changes only by ``learn``, with the same arguments.
     """
 
     def at(self, round_: int) -> RoundCodec:
-        """How contributions to a round, and its result, are encoded.
+        """Return the codec of a round's contributions and of its result.
 
         Raises:
-            RuntimeFault: What that depends on has not been learned.
+            RuntimeFault: The rounds that it depends on have not been learned.
         """
         ...
 
     def learn(self, round_: int, merged: Buffer | None) -> None:
-        """A round is over.
+        """Learn the merged contributions of a round that is over.
 
         Args:
             round_: Its number.
-            merged: The round's contributions, as ``RoundCodec.merge`` returned them; None: there
+            merged: The round's contributions, as ``RoundCodec.merge`` returned them; None if there
                 were none.
         """
         ...
 
 
 class SharedCodec(Part, frozen=True):
-    """A codec of whole tensors, whose two ends must agree before they can read each other.
+    """A codec of whole tensors, whose two ends need the same state to decode each other's frames.
 
-    Holders send what a round's contributions amount to, merged, to all workers: as the result, if
-    the route's way down is the same codec, and else beside it.
+    Holders send each round's merged contributions to all workers: as the result, if the route's
+    way down is the same codec, otherwise in addition to it.
     """
 
     form: ClassVar[Form] = "dense"
@@ -62,23 +62,23 @@ class SharedCodec(Part, frozen=True):
     splits: ClassVar[bool] = False
 
     def init(self, numel: int, dtype: str) -> Residual:
-        """An empty residual for one tensor on one link."""
+        """Return an empty residual for one tensor on one link."""
         return Residual.zeros(numel, separable=False)
 
     def agree(self, shape: Shape, *, ahead: int = 1) -> Agreement:
-        """What all ends know of a tensor before its first round.
+        """Return the state that all ends share before a tensor's first round.
 
         Args:
-            shape: The tensor's.
-            ahead: How many rounds may be open at a time: what a round teaches is used so many
+            shape: The tensor's shape.
+            ahead: How many rounds may be open at a time. What a round teaches is used that many
                 rounds later, when every worker has its result.
         """
         raise NotImplementedError
 
     def examine(self, frame: Buffer, shape: Shape) -> None:
-        """Check what came from a link.
+        """Check a frame that was received.
 
         Raises:
-            FrameRefused: It is no frame of a tensor of this shape.
+            FrameRefused: The frame is not of a tensor of this shape.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""When a worker may continue, and which contributions count. Pure."""
+"""Consistency: when a worker may continue, and which contributions count. Pure."""
 
 from slipstream.consistency.admission import All, Asynchronous, StaleSynchronous
 from slipstream.consistency.consistency import AnyAdmission, Consistency

@@ -1,4 +1,4 @@
-"""Which contributions make a round. Frozen and pure."""
+"""Admission rules: which contributions make a round. Frozen and pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slipstream.parts import Facts, Part, facts
 
 
 class Admission(Part, frozen=True):
-    """Which contributions make a round."""
+    """A rule for which contributions make a round."""
 
-    decided: ClassVar[bool] = False  # whether one holder decides for all which workers make a round
-    # Whether a contribution counts though its round has closed: it makes a later one.
+    decided: ClassVar[bool] = False  # one holder decides for all which workers make a round
+    # A contribution whose round has closed still counts: in a later round.
     counts_late: ClassVar[bool] = False
 
     def among(self, workers: int) -> Self:
-        """The same with values that depend on the number of workers filled in.
+        """Return the same rule with values that depend on the number of workers filled in.
 
         Raises:
             ConfigError: The rule is impossible with so many workers.
@@ -27,29 +27,29 @@ class Admission(Part, frozen=True):
         return self
 
     def ledger(self, workers: int, ahead: int) -> RoundLedger:
-        """An empty ledger for one unit; a worker may be ``ahead`` rounds ahead of its results."""
+        """Return an empty ledger; a worker may be ``ahead`` rounds ahead of its results."""
         raise NotImplementedError
 
     def decider(
         self, workers: int, holders: int, reconsider: Reconsider | None = None
     ) -> Decider | None:
-        """The initial state of decisions for all holders; None if each closes rounds by itself.
+        """Return the initial state of decisions for all holders; None if each holder closes rounds.
 
         Args:
-            workers: How many workers there are.
-            holders: How many holders report to it.
-            reconsider: How many workers make the next round, where the rule leaves that open.
+            workers: The number of workers.
+            holders: The number of holders that report arrivals.
+            reconsider: Chooses how many workers make the next round, if the rule adapts.
         """
         return None
 
     def instead_if_absent(self, workers: int) -> tuple[str, ...]:
-        """Arguments with which no round waits for workers that are elsewhere in the loop; empty if
-        none does so anyway."""
+        """Return arguments with which no round waits for workers that are elsewhere in the loop;
+        empty if no round does so anyway."""
         return ()
 
     def follows(self, *, seen: int, begun: int, result: int) -> bool:
-        """Whether a worker that has the results of ``seen`` rounds, and has begun ``begun`` rounds,
-        may now be sent the result of round ``result``."""
+        """Return whether a worker may now be sent the result of round ``result``, if it has the
+        results of ``seen`` rounds and has begun ``begun`` rounds."""
         return seen <= result
 
 
@@ -90,8 +90,10 @@ class All(EveryRound, frozen=True):
 
 
 class StaleSynchronous(EveryRound, frozen=True):
-    """Round t closes when all workers have pushed clock t. It also contains gradients of later
-    clocks, as many as the gate allows, that faster workers have already pushed (SSP).
+    """Close round t when all workers have pushed clock t (SSP).
+
+    The round also contains gradients of later clocks that faster workers have already pushed, as
+    many as the gate allows.
 
     When a slow worker leaves, rounds that waited only for it close empty.
 
@@ -116,10 +118,10 @@ class Asynchronous(Admission, frozen=True):
     """Every gradient is its own update, applied when it arrives.
 
     Args:
-        ramp_up: Worker k of n begins after k/n of so many updates, so that staleness grows slowly.
+        ramp_up: Worker k of n starts after k/n of so many updates, so that staleness grows slowly.
 
     Raises:
-        ConfigError: ``ramp_up`` is negative or no whole number.
+        ConfigError: ``ramp_up`` is negative or not a whole number.
 
     >>> ledger = Asynchronous().ledger(workers=2, ahead=0)
     >>> ledger.arrive(rank=1, clock=0), ledger.close().audience

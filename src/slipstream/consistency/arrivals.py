@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from slipstream.types import Rank
 
-KEPT_STEPS = 1024  # the last steps of every worker
-KEPT_ROUNDS = 1024  # so that a gradient may arrive long after its round closed
+KEPT_STEPS = 1024  # durations kept, by worker
+KEPT_ROUNDS = 1024  # rounds kept, since a gradient may arrive long after its round closed
 FINEST_S = 1e-4
 PER_DOUBLING = 4
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of durations, in bins that grow by a fourth of a doubling."""
+    """Counts of durations, in bins of which four make a doubling."""
 
     counts: Counter[int] = field(default_factory=Counter)
 
@@ -25,12 +25,12 @@ class Histogram:
         self.counts[place] += 1
 
     def quantile(self, share: float) -> float:
-        """The duration that this share of all does not exceed, to the precision of the bins."""
+        """Return the duration that this share does not exceed, to the precision of bins."""
         wanted = share * self.counts.total()
-        seen = 0
+        counted = 0
         for place in sorted(self.counts):
-            seen += self.counts[place]
-            if seen >= wanted:
+            counted += self.counts[place]
+            if counted >= wanted:
                 return self._upper_s(place)
         return math.nan
 
@@ -39,13 +39,13 @@ class Histogram:
         return float(FINEST_S * 2 ** (place / PER_DOUBLING))
 
     def as_pairs(self) -> list[tuple[float, int]]:
-        """Upper ends of bins in seconds, and counts."""
+        """Return the upper ends of bins in seconds, with their counts."""
         return [(round(self._upper_s(place), 6), n) for place, n in sorted(self.counts.items())]
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """Recorded at the holder that decides rounds."""
+    """Times of gradients, recorded at the holder that decides rounds."""
 
     opened_at: dict[int, float] = field(default_factory=dict)  # by round
     served_at: dict[Rank, float] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Arrivals:
         self.came.pop(round_ - KEPT_ROUNDS, None)
 
     def served(self, rank: Rank, now: float) -> None:
-        """A worker has the weights to begin a step."""
+        """Record that a worker has the weights to begin a step."""
         self.served_at[rank] = now
 
     def arrived(self, rank: Rank, round_: int, now: float) -> None:
-        """A worker's gradient has arrived."""
-        if (begun := self.served_at.pop(rank, None)) is not None:
+        """Record that a worker's gradient has arrived."""
+        if (start := self.served_at.pop(rank, None)) is not None:
             steps = self.durations.setdefault(rank, deque(maxlen=KEPT_STEPS))
-            steps.append(max(now - begun, FINEST_S))
+            steps.append(max(now - start, FINEST_S))
         if (opened := self.opened_at.get(round_)) is not None:
             self.came[round_] += 1
             self.kth.setdefault(self.came[round_], Histogram()).add(now - opened)

@@ -1,4 +1,4 @@
-"""A strategy's consistency: which contributions count, when a worker may continue."""
+"""A strategy's consistency: which contributions count, and when a worker may continue."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ AnyAdmission = All | FirstOf | StaleSynchronous | Asynchronous | KAsync
 
 
 class Consistency(Part, frozen=True):
-    """Which contributions count, and when workers may continue.
+    """The rules for which contributions count and when workers may continue.
 
     Args:
-        admit: Which contributions make a round.
-        gate: When a worker may begin its next round.
+        admit: The rule for which contributions make a round.
+        gate: The rule for when a worker may begin its next round.
         damping: The factor for an old gradient's learning rate.
 
     >>> Consistency().lockstep, Consistency(gate=Lag(2)).lockstep
@@ -37,38 +37,37 @@ class Consistency(Part, frozen=True):
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers make every round and wait for it. A worker that is in another round
-        is then an error."""
+        """True if all workers make every round; a worker in another round is an error."""
         return isinstance(self.admit, All) and self.gate == Lag(0)
 
     @property
     def alone(self) -> bool:
-        """Whether every gradient is its own update, applied by the holder of the weights."""
+        """True if every gradient is its own update, applied by the holder of the weights."""
         return isinstance(self.admit, Asynchronous)
 
     @property
     def agreed(self) -> bool:
-        """Whether holders must agree on the workers of a round before any of them closes it."""
+        """True if holders must agree on the workers of a round before any of them closes it."""
         return self.admit.decided
 
     @property
     def drops_late(self) -> bool:
-        """Whether a contribution for a round that has closed without it is dropped."""
+        """True if a contribution for a round that has closed without it is dropped."""
         return self.admit.decided and not self.admit.counts_late
 
     @property
     def goes_on(self) -> bool:
-        """Whether training continues when a worker is lost."""
+        """True if training continues when a worker is lost."""
         lost = "survives lost workers" in self.admit.facts()
         return lost or self.admit.decided or self.admit.counts_late
 
     @property
     def under_way(self) -> int:
-        """How many unanswered contributions to a unit a worker may have."""
+        """The most contributions to a unit that a worker may have without a result."""
         return self.gate.under_way
 
     def among(self, workers: int) -> Consistency:
-        """The same with values that depend on the number of workers filled in.
+        """Return the same rules with values that depend on the number of workers filled in.
 
         Raises:
             ConfigError: The consistency is impossible with so many workers.
@@ -82,9 +81,9 @@ class Consistency(Part, frozen=True):
         return self.admit.follows(seen=seen, begun=begun, result=result)
 
     def ledger(self, workers: int) -> RoundLedger:
-        """An empty ledger for one unit."""
+        """Return an empty ledger for one unit."""
         return self.admit.ledger(workers, self.gate.steps)
 
     def rate(self, age: int) -> float:
-        """The factor for the learning rate of a gradient that is this many updates old."""
+        """Return the factor for the learning rate of a gradient that is this many updates old."""
         return self.damping.rate(age)

@@ -12,7 +12,7 @@ class Constant(Part, frozen=True):
     A learning rate that is stable in synchronous training may be too high for old gradients.
 
     Args:
-        factor: Above 0, at most 1.
+        factor: The factor, above 0 and at most 1.
 
     Raises:
         ConfigError: The factor is out of range.
@@ -23,14 +23,14 @@ class Constant(Part, frozen=True):
     def __post_init__(self) -> None:
         if not isinstance(self.factor, int | float) or not 0 < self.factor <= 1:
             raise ConfigError(
-                f"a factor (rate_factor) of {self.factor!r}: give a number up to 1, above 0"
+                f"a factor (rate_factor) of {self.factor!r}: give a number above 0, up to 1"
             )
 
     def facts(self) -> Facts:
         return facts("damped") if self.factor != 1 else facts()
 
     def rate(self, age: int) -> float:
-        """For a gradient computed from weights that are this many updates old."""
+        """Return the factor for a gradient computed from weights that are this many updates old."""
         return self.factor
 
 

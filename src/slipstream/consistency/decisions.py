@@ -1,7 +1,7 @@
 """Decisions of one holder for all: which workers make a round. Pure: time is passed in.
 
-A rule whose holders must agree on the workers of a round brings a ``Decider``. Server 0 has it, and
-every holder gets its decisions in the order in which they were made.
+A rule whose holders must agree on the workers of a round has a ``Decider``. Server 0 keeps it, and
+sends its decisions to every holder, in order.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Protocol
 from slipstream.consistency.arrivals import Arrivals
 from slipstream.types import Rank
 
-KEPT_LATE = 1 << 14  # the last gradients that were dropped, by round and worker
+KEPT_LATE = 1 << 14  # the last dropped gradients, by round and worker
 
-# How many workers make the next round, from the number of rounds made, the durations of each
-# worker's last steps in seconds, and how many workers made the last round.
+# Returns how many workers make the next round, from the number of rounds made, the durations in
+# seconds of each worker's last steps, and how many workers made the last round.
 Reconsider = Callable[[int, Mapping[Rank, Sequence[float]], int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """These workers make this round."""
+    """The decision that these workers make this round."""
 
     round: int
     ranks: tuple[Rank, ...]
@@ -31,7 +31,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """This worker was late: it gets the current weights, those of this round."""
+    """The decision that a worker was late: it gets the current weights, those of this round."""
 
     round: int
     rank: Rank
@@ -44,7 +44,7 @@ Decision = Made | Late
 class RoundRecord:
     """The counts and times that a job's figures report of its rounds."""
 
-    made: Counter[Rank] = field(default_factory=Counter)  # rounds made, by worker
+    made: Counter[Rank] = field(default_factory=Counter)  # number of rounds, by worker
     dropped: Counter[Rank] = field(default_factory=Counter)
     late: deque[tuple[int, Rank]] = field(default_factory=lambda: deque(maxlen=KEPT_LATE))
     first: list[tuple[int, int | None]] = field(default_factory=list)  # (from round, N)
@@ -53,7 +53,7 @@ class RoundRecord:
 
 @dataclass(slots=True)
 class HolderReports:
-    """Reports of so many holders that each has its whole part of a worker's gradient."""
+    """Holders' reports that they have their whole part of a worker's gradient."""
 
     holders: int
     # By worker and holder: the last round for which the holder has its whole part of the gradient.
@@ -71,7 +71,7 @@ class HolderReports:
         return list(reported.values()).count(round_) == self.holders
 
     def forget(self, rank: Rank) -> None:
-        """Drop the reports on a worker that does not come back."""
+        """Drop the reports about a worker that does not come back."""
         self._last.pop(rank, None)
 
 
@@ -98,21 +98,21 @@ class Decider(Protocol):
         ...
 
     def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
-        """Enter that a holder has its whole part of a worker's gradient for a round.
+        """Record that a holder has its part of a worker's gradient; return decisions.
 
         Raises:
-            FrameRefused: The worker cannot have made this gradient.
+            FrameRefused: The worker cannot have computed this gradient.
         """
         ...
 
     def is_in(self, rank: Rank) -> bool:
-        """Whether a gradient of this worker has arrived that no round contains yet."""
+        """Return whether a gradient of this worker has arrived that no round contains yet."""
         ...
 
     def retire(self, rank: Rank, now: float, *, lost: bool = False) -> list[Decision]:
-        """Decide without a worker from now on; one that counts as lost may come back."""
+        """Decide without a worker from now on; a lost one may come back."""
         ...
 
     def tick(self, now: float) -> list[Decision]:
-        """Decide what is due at this time."""
+        """Return the decisions that are due at this time."""
         ...

@@ -3,9 +3,9 @@
 A worker has arrived when every holder has its part of the worker's gradient. When enough workers
 have arrived, they make the round, and every holder gets this decision. A worker that arrives for a
 closed round gets the current weights at once. If it is late twice in a row, it gets them when the
-next round opens, and begins that round with the other workers; if all steps took equally long, it
-would otherwise always be late. Holders get decisions in the order in which they were made, so that
-a worker gets the same version of the weights from all of them.
+next round opens, and starts that round with the other workers; if all steps took equally long, it
+would otherwise always be late. Holders get decisions in the same order, so that a worker gets the
+same version of the weights from all of them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from slipstream.types import Rank
 
 
 class FirstOf(Admission, frozen=True):
-    """A round closes with the first N complete gradients, the same ones at every holder.
+    """Close a round with the first N complete gradients, the same ones at every holder.
 
     The other gradients are dropped; their workers join the round that is open then.
 
     Args:
         first: N.
         backup: How many workers a round does not wait for; N is the number of the others.
-        adapts: N is found during the run.
+        adapts: Choose N again after every round, from measured times.
         close_after_s: A round also closes after this time with the gradients that have arrived.
-        min_first: But not with fewer than these.
+        min_first: The fewest gradients with which a round closes after ``close_after_s``.
 
     Raises:
         ConfigError: A number is out of range, or both ``first`` and ``backup`` are given.
@@ -79,14 +79,14 @@ class FirstOf(Admission, frozen=True):
         return facts("rounds of the first N")
 
     def among(self, workers: int) -> Self:
-        """The same with N filled in."""
+        """Return the same rule with N filled in."""
         first = workers - (self.backup or 0) if self.first is None else self.first
         if workers == 1:
             first = 1  # the script runs as one process
         if not 1 <= first <= workers:
-            asked = f"backup={self.backup}" if self.first is None else f"first={self.first}"
+            argument = f"backup={self.backup}" if self.first is None else f"first={self.first}"
             allowed = f"1 to {workers}" if self.first is not None else f"0 to {workers - 1}"
-            raise ConfigError(f"{asked} with {workers} workers: choose from {allowed}")
+            raise ConfigError(f"{argument} with {workers} workers: choose from {allowed}")
         changed = {"first": first, "backup": None, "min_first": min(self.min_first, first)}
         return msgspec.structs.replace(self, **changed)
 
@@ -105,20 +105,20 @@ class FirstOf(Admission, frozen=True):
             return ()
         return (f"first={workers}", "close_after_s with min_first=1")
 
-    def closes(self, *, came: int, members: int, open_s: float) -> bool:
-        """Whether a round is complete that has ``came`` of ``members`` contributions after this
-        time."""
-        if came >= min(self.first or members, members):
+    def closes(self, *, num_arrived: int, members: int, open_s: float) -> bool:
+        """Return whether a round is complete that has ``num_arrived`` of ``members`` contributions
+        after ``open_s`` seconds."""
+        if num_arrived >= min(self.first or members, members):
             return True
         return (
             self.close_after_s is not None
             and open_s >= self.close_after_s
-            and came >= self.min_first
+            and num_arrived >= self.min_first
         )
 
 
 class FirstOfLedger(DecidedLedger):
-    """Rounds of the first N at one holder, which drops what comes too late."""
+    """Rounds of the first N at one holder, which drops contributions that are too late."""
 
     __slots__ = ()
 
@@ -128,7 +128,7 @@ class FirstOfLedger(DecidedLedger):
     def close(self) -> Closed | None:
         closed = super().close()
         if closed is not None:
-            self._came.clear()
+            self._arrived.clear()
         return closed
 
 
@@ -138,9 +138,9 @@ class Agreement:
 
     Args:
         rule: The rule, with N filled in.
-        workers: How many workers there are.
-        holders: How many holders report to it.
-        reconsider: Called after every round, returns N of the next; None keeps N.
+        workers: The number of workers.
+        holders: The number of holders that report arrivals.
+        reconsider: Called after every round; returns N of the next one. None keeps N.
     """
 
     rule: FirstOf
@@ -149,13 +149,13 @@ class Agreement:
     reconsider: Reconsider | None = None
     round: int = 0
     members: set[Rank] = field(default_factory=set)
-    left: set[Rank] = field(default_factory=set)  # do not come back
+    left: set[Rank] = field(default_factory=set)  # workers that do not come back
     record: RoundRecord = field(default_factory=RoundRecord)
     close_after_s: float | None = field(init=False)
     _reports: HolderReports = field(init=False)
-    _in: set[Rank] = field(default_factory=set)
-    _held: dict[Rank, float] = field(default_factory=dict)  # since when; until a round opens
-    _round_s: float = 0.0  # the last one's duration
+    _arrived: set[Rank] = field(default_factory=set)
+    _held: dict[Rank, float] = field(default_factory=dict)  # by waiting worker: since when
+    _round_s: float = 0.0  # the last round's duration
     _dropped_last: dict[Rank, bool] = field(default_factory=dict)
     _opened_at: float | None = None
 
@@ -166,7 +166,7 @@ class Agreement:
         self._reports = HolderReports(self.holders)
 
     def arrived(self, holder: int, rank: Rank, round_: int, now: float) -> list[Decision]:
-        """A holder has its whole part of a worker's gradient for a round.
+        """Record that a holder has its whole part of a worker's gradient for a round.
 
         Returns:
             The new decisions. A repeated report of a holder changes nothing.
@@ -175,34 +175,34 @@ class Agreement:
             FrameRefused: The round is not open yet.
         """
         if rank in self.left:
-            return []  # after the worker had left
+            return []  # the report came after the worker left
         if round_ > self.round or rank >= self.workers:
             raise FrameRefused(f"rank {rank} is in round {round_}, but {self.round} is open")
-        self.members.add(rank)  # it may have counted as lost
+        self.members.add(rank)  # it may have been counted as lost
         if self._opened_at is None:
             self._open(now)  # the start of the first steps is unknown
         if not self._reports.complete(holder, rank, round_):
             return []
         self.record.arrivals.arrived(rank, round_, now)
         if round_ == self.round:
-            self._in.add(rank)
+            self._arrived.add(rank)
             return self.tick(now)
-        again = self._dropped_last.get(rank) is True
+        late_twice = self._dropped_last.get(rank) is True
         self.record.dropped[rank] += 1
         self.record.late.append((round_, rank))
         self._dropped_last[rank] = True
-        if again and self._enough_without({*self._held, rank}):
+        if late_twice and self._enough_without({*self._held, rank}):
             self._held[rank] = now
             return []
         self.record.arrivals.served(rank, now)
         return [Late(self.round, rank)]
 
     def is_in(self, rank: Rank) -> bool:
-        """Whether this worker's gradient for the open round has arrived."""
-        return rank in self._in
+        """Return whether this worker's gradient for the open round has arrived."""
+        return rank in self._arrived
 
     def retire(self, rank: Rank, now: float, *, lost: bool = False) -> list[Decision]:
-        """A worker has left, or counts as lost; rounds close without it."""
+        """Remove a worker that has left or counts as lost; rounds close without it."""
         self.members.discard(rank)
         if not lost:
             self.left.add(rank)
@@ -210,9 +210,9 @@ class Agreement:
         return self.tick(now)
 
     def _enough_without(self, held: set[Rank]) -> bool:
-        """Whether the workers that are not held can make a round."""
-        there = (self.members | self._in | held) - self.left
-        return len(there - held) >= min(self.rule.first or self.workers, len(there))
+        """Return whether the workers that are not held can make a round."""
+        remaining = (self.members | self._arrived | held) - self.left
+        return len(remaining - held) >= min(self.rule.first or self.workers, len(remaining))
 
     def _serve_held(self, now: float) -> list[Decision]:
         held = sorted(self._held.keys() - self.left)  # also those lost since
@@ -225,26 +225,28 @@ class Agreement:
         """Close the open round if it has enough gradients, or if its time is over."""
         closed = self._close(now)
         # Other workers may have paused: do not hold a worker for longer than about two rounds.
-        tired = any(now - since > 2 * self._round_s for since in self._held.values())
-        if closed or tired or not self._enough_without(set(self._held)):
+        held_too_long = any(now - since > 2 * self._round_s for since in self._held.values())
+        if closed or held_too_long or not self._enough_without(set(self._held)):
             closed += self._serve_held(now)
         return closed
 
     def _close(self, now: float) -> list[Decision]:
-        members = len(self.members | self._in)
+        members = len(self.members | self._arrived)
         open_s = now - (now if self._opened_at is None else self._opened_at)
-        if not self._in or not self.rule.closes(came=len(self._in), members=members, open_s=open_s):
+        if not self._arrived or not self.rule.closes(
+            num_arrived=len(self._arrived), members=members, open_s=open_s
+        ):
             return []
-        made = Made(self.round, tuple(sorted(self._in)))
-        self.record.made.update(self._in)
-        for rank in self._in:
+        decision = Made(self.round, tuple(sorted(self._arrived)))
+        self.record.made.update(self._arrived)
+        for rank in self._arrived:
             self.record.arrivals.served(rank, now)
             self._dropped_last[rank] = False
-        self._in.clear()
+        self._arrived.clear()
         self.round += 1
         self._open(now)
         self._reconsider_first()
-        return [made]
+        return [decision]
 
     def _reconsider_first(self) -> None:
         if self.reconsider is None:

@@ -1,4 +1,4 @@
-"""When a worker may begin its next round. Frozen and pure: runtimes ask, and wait."""
+"""Gates: when a worker may begin its next round. Frozen and pure: runtimes ask, and wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from slipstream.consistency.protocol import Progress
 from slipstream.errors import ConfigError
 from slipstream.parts import Facts, Part, facts
 
-MOST_STEPS = 1000  # ahead: contributions in flight need memory
+MOST_STEPS = 1000  # of lag: contributions in flight need memory
 
 
 class Lag(Part, frozen=True):
@@ -35,10 +35,9 @@ class Lag(Part, frozen=True):
 
     @property
     def under_way(self) -> int:
-        """How many contributions to a unit a worker may have made whose results it has not
-        applied."""
+        """The most contributions of a worker to a unit whose results it has not applied."""
         return self.steps + 1
 
     def may_start(self, progress: Progress) -> bool:
-        """Whether a worker may begin its next round of a unit."""
+        """Return whether a worker may begin its next round of a unit."""
         return progress.round <= progress.committed + self.steps

@@ -2,8 +2,8 @@
 
 A worker has arrived when every holder has its part of the worker's gradient. The first K workers
 that have arrived make the update, whatever weights their gradients are from; they get the new
-weights, and the others compute on. If every holder counted to K by itself, holders would take
-different workers, and K workers could wait for each other for ever, each at another holder.
+weights, and the others continue computing. If every holder counted to K by itself, holders would
+choose different workers, and K workers could wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from slipstream.types import Rank
 
 
 class KAsync(Admission, frozen=True):
-    """The first K gradients, of whatever age, make one update by their mean; none is dropped.
+    """Make one update of the mean of the first K gradients, of whatever age; none is dropped.
 
     With ``k=1`` every gradient is an update; with as many as there are workers, rounds contain all
-    of them. While fewer than K workers are left, all of these make an update.
+    of them. While fewer than K workers remain, all of these make an update.
 
     Args:
         k: K, the number of gradients of an update.
 
     Raises:
-        ConfigError: K is no whole number of 1 or more.
+        ConfigError: K is not a whole number of 1 or more.
 
     >>> state = KAsync(2).decider(workers=3, holders=1)
     >>> state.arrived(0, rank=2, round_=0, now=0.1), state.arrived(0, rank=0, round_=0, now=0.2)
@@ -58,7 +58,7 @@ class KAsync(Admission, frozen=True):
         return facts("every K gradients are an update")
 
     def among(self, workers: int) -> Self:
-        k = 1 if workers == 1 else self.k  # alone, the script runs as one process
+        k = 1 if workers == 1 else self.k  # the script runs as one process
         if k > workers:
             raise ConfigError(f"k={k} with {workers} workers: choose from 1 to {workers}")
         return msgspec.structs.replace(self, k=k)
@@ -83,8 +83,8 @@ class KAsyncDecider:
 
     Args:
         k: K.
-        workers: How many workers there are.
-        holders: How many holders report to it.
+        workers: The number of workers.
+        holders: The number of holders that report arrivals.
     """
 
     k: int
@@ -92,11 +92,11 @@ class KAsyncDecider:
     holders: int
     round: int = 0
     members: set[Rank] = field(default_factory=set)
-    left: set[Rank] = field(default_factory=set)  # do not come back
+    left: set[Rank] = field(default_factory=set)  # workers that do not come back
     record: RoundRecord = field(default_factory=RoundRecord)
     close_after_s: float | None = None
     _reports: HolderReports = field(init=False)
-    _in: set[Rank] = field(default_factory=set)
+    _arrived: set[Rank] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.members = set(range(self.workers))
@@ -108,16 +108,16 @@ class KAsyncDecider:
             return []
         if round_ > self.round or rank >= self.workers:
             raise FrameRefused(f"rank {rank} is in round {round_}, but {self.round} is open")
-        self.members.add(rank)  # it may have counted as lost
+        self.members.add(rank)  # it may have been counted as lost
         if not self.record.arrivals.opened_at:
             self.record.arrivals.opened(0, now)  # the start of the first steps is unknown
         if self._reports.complete(holder, rank, round_):
             self.record.arrivals.arrived(rank, self.round, now)
-            self._in.add(rank)
+            self._arrived.add(rank)
         return self.tick(now)
 
     def is_in(self, rank: Rank) -> bool:
-        return rank in self._in
+        return rank in self._arrived
 
     def retire(self, rank: Rank, now: float, *, lost: bool = False) -> list[Decision]:
         self.members.discard(rank)
@@ -127,14 +127,14 @@ class KAsyncDecider:
         return self.tick(now)
 
     def tick(self, now: float) -> list[Decision]:
-        """Make an update of all that have arrived, if these are K, or all workers that are left."""
-        if len(self._in) < max(1, min(self.k, len(self.members | self._in))):
+        """Make an update of the gradients that have arrived, if these are K or all."""
+        if len(self._arrived) < max(1, min(self.k, len(self.members | self._arrived))):
             return []
-        made = Made(self.round, tuple(sorted(self._in)))
-        self.record.made.update(self._in)
-        for rank in self._in:
+        decision = Made(self.round, tuple(sorted(self._arrived)))
+        self.record.made.update(self._arrived)
+        for rank in self._arrived:
             self.record.arrivals.served(rank, now)
-        self._in.clear()
+        self._arrived.clear()
         self.round += 1
         self.record.arrivals.opened(self.round, now)
-        return [made]
+        return [decision]

@@ -1,7 +1,7 @@
-"""Deal batches one at a time from the whole data set, so that each counts once per epoch. Pure.
+"""Leases of batches, one at a time from the whole data set; each counts once per epoch. Pure.
 
 A batch belongs to the worker that leases it until its gradient has counted. A batch whose gradient
-was dropped goes back, and is dealt before all others.
+was dropped is returned, and is assigned before all others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Leases:
     _next: int = 0
     _returned: deque[Batch] = field(default_factory=deque)
     _leased: dict[Rank, deque[Batch]] = field(default_factory=dict)
-    _deferred: Counter[Rank] = field(default_factory=Counter)  # how many of the oldest leased ones
+    _deferred: Counter[Rank] = field(default_factory=Counter)  # of the oldest leases, how many
 
     def lease(self, rank: Rank) -> Batch:
         if self._returned:
@@ -43,10 +43,10 @@ class Leases:
         return batch
 
     def finish(self, rank: Rank, *, counts: bool) -> None:
-        """The gradient of a worker's oldest batch has arrived. A worker without a lease uses its
-        own data.
+        """End the lease of a worker's oldest batch, whose gradient has arrived. A worker without a
+        lease uses its own data.
 
-        If it counts, so do the deferred batches, which are part of it.
+        If the gradient counts, so do the deferred batches, which are part of it.
         """
         leased = self._leased.get(rank)
         if not leased:
@@ -59,28 +59,28 @@ class Leases:
             self.counted += 1
 
     def defer(self, rank: Rank) -> None:
-        """The gradient of a worker's oldest batch was dropped, and has returned to its residual. It
-        counts with the next one, unless the worker leaves before that."""
+        """Defer a worker's oldest batch, whose gradient was dropped and has returned to its
+        residual. It counts with the next gradient, unless the worker leaves before that."""
         if self._deferred[rank] < len(self._leased.get(rank, deque())):
             self._deferred[rank] += 1
 
     def first_of(self, rank: Rank, number: int) -> list[Batch]:
-        """The oldest batches that a worker has leased, at most ``number``."""
+        """Return the oldest batches that a worker has leased, at most ``number``."""
         return list(self._leased.get(rank, deque()))[: max(0, number)]
 
     def deal_again(self, batches: Iterable[Batch]) -> None:
-        """Deal batches again whose gradients had counted, but were lost."""
+        """Assign batches again whose gradients had counted, but were lost."""
         again = list(batches)
         self.counted -= len(again)
         self._return(again)
 
     def give_back(self, rank: Rank, number: int) -> None:
-        """A worker will not train on the last ``number`` batches that it leased."""
+        """Return the last ``number`` batches that a worker leased, and will not train on."""
         leased = self._leased.get(rank, deque())
         self._return([leased.pop() for _ in range(min(number, len(leased)))])
 
     def forfeit(self, rank: Rank, *, keeping: int) -> None:
-        """A worker has left: its batches go to others, except the oldest ``keeping``, whose
+        """Return the batches of a worker that has left, except the oldest ``keeping``, whose
         gradients have arrived and may still count."""
         leased = self._leased.pop(rank, deque())
         kept = keeping + self._deferred[rank] if keeping else 0

@@ -12,12 +12,12 @@ from slipstream.types import Rank
 
 @dataclass(slots=True)
 class AllLedger:
-    """Every live worker makes every round; none is more than ``ahead`` rounds ahead."""
+    """The rounds that every live worker makes; none is more than ``ahead`` rounds ahead."""
 
     members: set[Rank]
     round: int = 0
     ahead: int = 0
-    _came: dict[int, set[Rank]] = field(default_factory=dict)
+    _arrived: dict[int, set[Rank]] = field(default_factory=dict)
 
     def arrive(self, rank: Rank, clock: int) -> bool:
         if rank not in self.members:
@@ -26,23 +26,23 @@ class AllLedger:
         # has all contributions may have closed these rounds, and begun as many again.
         if not self.round <= clock <= self.round + 1 + 2 * self.ahead:
             raise FrameRefused(f"round {clock} while round {self.round} is open")
-        came = self._came.setdefault(clock, set())
-        if rank in came:
+        arrived = self._arrived.setdefault(clock, set())
+        if rank in arrived:
             raise FrameRefused(f"rank {rank} contributed twice to round {clock}")
-        came.add(rank)
+        arrived.add(rank)
         return True
 
     def retire(self, rank: Rank) -> None:
         self.members.discard(rank)
 
     def close(self) -> Closed | None:
-        came = self._came.get(self.round, set())
-        if not came or self.members - came:
+        arrived = self._arrived.get(self.round, set())
+        if not arrived or self.members - arrived:
             return None
-        del self._came[self.round]
-        made = tuple((self.round, rank) for rank in sorted(came))
+        del self._arrived[self.round]
+        contributions = tuple((self.round, rank) for rank in sorted(arrived))
         self.round += 1
-        return Closed(made, len(made))
+        return Closed(contributions, len(contributions))
 
 
 @dataclass(slots=True)
@@ -50,23 +50,23 @@ class DecidedLedger:
     """The rounds of a unit whose workers a ``Decider`` chooses in one place for all holders."""
 
     round: int = 0
-    _came: dict[Rank, int] = field(default_factory=dict)  # the clock of a worker's contribution
+    _arrived: dict[Rank, int] = field(default_factory=dict)  # clock of a worker's contribution
     _decided: tuple[Rank, ...] | None = None
 
     def arrive(self, rank: Rank, clock: int) -> bool:
         if clock > self.round:
             raise FrameRefused(f"round {clock} while round {self.round} is open")
-        if rank in self._came:
+        if rank in self._arrived:
             raise FrameRefused(f"rank {rank} contributed twice to round {self.round}")
-        self._came[rank] = clock
+        self._arrived[rank] = clock
         return True
 
     def retire(self, rank: Rank) -> None:
-        """Nothing to do: the holder that decides also knows that the worker left."""
+        """Do nothing: the holder that decides also knows that the worker left."""
 
     def decide(self, ranks: tuple[Rank, ...]) -> None:
-        """Fix the workers of the open round; all their contributions are here."""
-        missing = set(ranks) - self._came.keys()
+        """Fix the workers of the open round, all of whose contributions have arrived."""
+        missing = set(ranks) - self._arrived.keys()
         if missing or not ranks:
             raise FrameRefused(
                 f"round {self.round} decided without gradients of {missing or 'any'}"
@@ -81,16 +81,17 @@ class DecidedLedger:
         """
         if self._decided is None:
             return None
-        made = [(self._came.pop(rank), rank) for rank in self._decided]
-        made.sort(key=lambda each: (-each[0], each[1]))
-        closed = Closed(tuple(made), len(made), self._decided)
+        contributions = [(self._arrived.pop(rank), rank) for rank in self._decided]
+        contributions.sort(key=lambda each: (-each[0], each[1]))
+        closed = Closed(tuple(contributions), len(contributions), self._decided)
         self.round, self._decided = self.round + 1, None
         return closed
 
 
 @dataclass(slots=True)
 class SspLedger:
-    """All arrived contributions are folded in when the slowest worker has pushed the open clock."""
+    """Rounds that close when the slowest worker has pushed the open clock, with all contributions
+    that have arrived."""
 
     bound: int
     clocks: dict[Rank, int]  # number of contributions of each live worker
@@ -114,17 +115,17 @@ class SspLedger:
         waited_for = self.clocks and min(self.clocks.values()) <= self.round
         if waited_for or not (self.clocks or self._waiting):
             return None
-        made, self._waiting = tuple(sorted(self._waiting)), []
+        contributions, self._waiting = tuple(sorted(self._waiting)), []
         self.round += 1
-        members = {rank for _, rank in made} | self.clocks.keys()
-        return Closed(made, len(members), tuple(sorted(self.clocks)))
+        members = {rank for _, rank in contributions} | self.clocks.keys()
+        return Closed(contributions, len(members), tuple(sorted(self.clocks)))
 
 
 @dataclass(slots=True)
 class AsyncLedger:
-    """Each contribution is its own update; a worker that comes before its turn has to wait."""
+    """Updates of one contribution each; a worker that starts before its turn has to wait."""
 
-    begins_at: list[int]  # by rank: the update before which its gradients do not count
+    begins_at: list[int]  # by rank: the first update with which its gradients count
     round: int = 0
     _next: deque[tuple[int, Rank]] = field(default_factory=deque)
     _early: set[Rank] = field(default_factory=set)
@@ -139,17 +140,17 @@ class AsyncLedger:
         return True
 
     def retire(self, rank: Rank) -> None:
-        """No round waits for it; but ramp-up may wait for its updates, so all workers may begin
-        now."""
+        """Let all workers begin now, since ramp-up may wait for updates of the worker that left. No
+        round waits for it."""
         self.begins_at = [0] * len(self.begins_at)
 
     def close(self) -> Closed | None:
-        made = (self._next.popleft(),) if self._next else ()
-        updates = self.round + len(made)
+        contributions = (self._next.popleft(),) if self._next else ()
+        updates = self.round + len(contributions)
         begun = {rank for rank in self._early if updates >= self.begins_at[rank]}
-        if not made and not begun:
+        if not contributions and not begun:
             return None
         self.round = max(1, updates)  # a result always belongs to some update
         self._early -= begun
-        audience = tuple(sorted(begun.union(rank for _, rank in made)))
-        return Closed(made, 1, audience, dropped=tuple(sorted(begun)))
+        audience = tuple(sorted(begun.union(rank for _, rank in contributions)))
+        return Closed(contributions, 1, audience, dropped=tuple(sorted(begun)))

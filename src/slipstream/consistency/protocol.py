@@ -10,7 +10,7 @@ from slipstream.types import Rank
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A worker's position in one unit: the round it wants to begin, and the rounds committed."""
+    """A worker's position in one unit: the round it is about to begin, and the rounds committed."""
 
     round: int
     committed: int
@@ -18,9 +18,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A closed round: its contributions, by clock and rank, in the order in which they are
-    summed; the divisor of the sum; who gets the result (None: all workers); and which of these get
-    it for a contribution that did not count."""
+    """A closed round.
+
+    Attributes:
+        contributions: Clock and rank of each contribution, in the order in which they are summed.
+        divisor: The number by which the sum is divided.
+        audience: The workers that get the result; None for all.
+        dropped: Those of them that get it for a contribution that did not count.
+    """
 
     contributions: tuple[tuple[int, Rank], ...]
     divisor: int
@@ -29,18 +34,18 @@ class Closed:
 
 
 class RoundLedger(Protocol):
-    """Counts one unit's rounds, at its aggregator."""
+    """The count of one unit's rounds, at its aggregator."""
 
     @property
     def round(self) -> int:
-        """The open round; so many have closed."""
+        """The number of the open round, which is the number of closed rounds."""
         ...
 
     def arrive(self, rank: Rank, clock: int) -> bool:
         """Enter a contribution for round ``clock``.
 
         Returns:
-            Whether it counts, now or later; one that is too late does not.
+            True if it counts, now or later; False if it is too late.
 
         Raises:
             FrameRefused: It matches no round.
@@ -48,9 +53,9 @@ class RoundLedger(Protocol):
         ...
 
     def retire(self, rank: Rank) -> None:
-        """A worker has left: rounds no longer wait for it."""
+        """Remove a worker that has left: rounds no longer wait for it."""
         ...
 
     def close(self) -> Closed | None:
-        """Close the open round if it is complete; the next is then open."""
+        """Close the open round if it is complete, and open the next; return None if it is not."""
         ...

@@ -36,12 +36,12 @@ def use(
     """Let ``prepare`` make models data-parallel by this job; call it before ``prepare``.
 
     Args:
-        target: an ``accelerate.Accelerator``, or a ``transformers.Trainer`` before ``train``.
-        job: the job of this process.
-        strategy: as for ``job.distribute``.
+        target: An ``accelerate.Accelerator``, or a ``transformers.Trainer`` before ``train``.
+        job: The job of this process.
+        strategy: The same as for ``job.distribute``.
 
     Raises:
-        ConfigError: this cannot be trained; the message gives the reason and an alternative.
+        ConfigError: This cannot be trained; the message gives the reason and an alternative.
     """
     require_version("Accelerate", version, OLDEST, user=__name__, extra="accelerate")
     accelerator = target if isinstance(target, Accelerator) else getattr(target, "accelerator", 0)
@@ -70,21 +70,21 @@ def use(
 
 
 class Preparation:
-    """Replaces ``prepare`` and ``prepare_model`` of one accelerator."""
+    """Replacements of ``prepare`` and ``prepare_model`` of one accelerator."""
 
     def __init__(
         self, accelerator: Any, job: slipstream.Job, strategy: slipstream.Strategy | None
     ) -> None:
         self._accelerator, self._job, self._strategy = accelerator, job, strategy
         self._prepare, self._prepare_model = accelerator.prepare, accelerator.prepare_model
-        self._pairs: list[Pair] = []  # as prepared
+        self._pairs: list[Pair] = []  # those prepared so far
         accelerator.prepare, accelerator.prepare_model = self.prepare, self.prepare_model
 
     def prepare(self, *given: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As ``Accelerator.prepare``; models and their optimizers are distributed."""
+        """Prepare as ``Accelerator.prepare`` does, and distribute models with their optimizers."""
         places = [None] * len(given) if device_placement is None else device_placement
         placement = {id(each): place for each, place in zip(given, places, strict=True)}
-        # A Trainer that trains again gives the same pair again.
+        # A Trainer that trains again prepares the same pair again.
         known = [tuple(map(id, pair)) for pair in self._pairs]
         new = [pair for pair in pairs_in(given) if tuple(map(id, pair)) not in known]
         for model in (each for each in given if isinstance(each, nn.Module)):
@@ -96,13 +96,13 @@ class Preparation:
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As ``Accelerator.prepare_model``, for models that are not trained."""
+        """Prepare a model that is not trained, as ``Accelerator.prepare_model`` does."""
         if not evaluation_mode:
             self._require_optimizer(model)
         return self._prepare_model(model, device_placement, evaluation_mode=True)  # without DDP
 
     def _require_optimizer(self, model: nn.Module, new: Sequence[Pair] = ()) -> None:
-        """Refuse a model that is trained, but by no optimizer of the job."""
+        """Check that an optimizer of the job trains a model, if the model is trained."""
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if trained and not any(model is each for each, _ in (*self._pairs, *new)):
             raise slipstream.ConfigError(
@@ -114,7 +114,7 @@ class Preparation:
     def _distribute(
         self, pairs: Sequence[Pair], placement: Mapping[int, bool | None]
     ) -> dict[int, Any]:
-        """Distribute all pairs at once; returns what is prepared, by what was given."""
+        """Distribute all pairs at once; return prepared objects by id of the given ones."""
         done: dict[int, Any] = {}
         for model, _ in pairs:
             if id(model) not in done:
@@ -133,7 +133,7 @@ class Preparation:
 
 
 class NoSync(Addition):
-    """``model.no_sync``, as ``DistributedDataParallel`` has it: gradient accumulation uses it."""
+    """A replacement of ``DistributedDataParallel.no_sync``, for gradient accumulation."""
 
     def __init__(self, job: slipstream.Job) -> None:
         self._job = job
@@ -149,21 +149,21 @@ class NoSync(Addition):
 
 
 def no_sync_of_copies() -> Callable[[], AbstractContextManager[None]]:
-    """Copies are not data-parallel."""
+    """Return a context that does nothing, since copies are not data-parallel."""
     return nullcontext
 
 
 def pairs_in(given: Sequence[Any]) -> list[Pair]:
-    """Every optimizer with the model whose parameters it holds.
+    """Return every optimizer with the model whose parameters it holds.
 
     Raises:
-        ConfigError: an optimizer has no such model, or several.
+        ConfigError: An optimizer has no such model, or several.
     """
     models = [each for each in given if isinstance(each, nn.Module)]
     pairs: list[Pair] = []
     for optimizer in (each for each in given if isinstance(each, Optimizer)):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        owners = [model for model in models if held <= {id(p) for p in model.parameters()}]
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [model for model in models if parameters <= {id(p) for p in model.parameters()}]
         if len(owners) != 1:
             raise slipstream.ConfigError(
                 f"the parameters of a {type(optimizer).__name__} must all be of one model that is "
@@ -179,10 +179,10 @@ def pairs_in(given: Sequence[Any]) -> list[Pair]:
 
 
 def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:
-    """Refuse an accelerator that does not leave data parallelism to a job.
+    """Check that an accelerator leaves data parallelism to a job.
 
     Raises:
-        ConfigError: the reason, and an alternative.
+        ConfigError: It does not; the message gives the reason and an alternative.
     """
     if isinstance(getattr(accelerator.prepare, "__self__", None), Preparation):
         raise slipstream.ConfigError(
@@ -206,10 +206,10 @@ def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:
         raise slipstream.ConfigError(
             "mixed_precision='fp8' replaces layers in prepare: use 'bf16' or 'no'"
         )
-    found = accelerator.process_index, accelerator.num_processes
-    if found != (job.rank, job.world_size):
+    numbers = accelerator.process_index, accelerator.num_processes
+    if numbers != (job.rank, job.world_size):
         raise slipstream.ConfigError(
-            f"Accelerate is process {found[0]} of {found[1]}, the job is rank {job.rank} of "
+            f"Accelerate is process {numbers[0]} of {numbers[1]}, the job is rank {job.rank} of "
             f"{job.world_size}: start both with one launcher (slipstream run, torchrun, accelerate "
             "launch), and on hosts without GPU make Accelerator(cpu=True) or "
             "TrainingArguments(use_cpu=True)"
@@ -217,10 +217,10 @@ def check_accelerator(accelerator: Any, job: slipstream.Job) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what a ``Trainer`` would do with several models, one after the other.
+    """Check that a ``Trainer`` does not train several models, one after the other.
 
     Raises:
-        ConfigError: the reason, and an alternative.
+        ConfigError: It would; the message gives the reason and an alternative.
     """
     if trainer.args.auto_find_batch_size:
         raise slipstream.ConfigError(
@@ -230,7 +230,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def refuse_trials(*_: Any) -> None:
-    """Trainers call it for each trial of a search."""
+    """Refuse a trial of a search; trainers call this for each."""
     raise slipstream.ConfigError(
         "hyperparameter_search makes a new Accelerator for each trial, and a job trains one: start "
         "a job for each trial"

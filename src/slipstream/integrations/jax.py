@@ -46,25 +46,25 @@ def engine(
     """Average gradients of these params over all workers of a job; every rank must call it.
 
     Args:
-        job: of ``slipstream.init``.
-        params: a pytree of arrays of floating-point numbers, the same on all ranks but for values.
-        strategy: one in which workers update, in rounds of all workers, such as "push_pull" or
-            "allreduce"; by default that of the command line, else ``push_pull``.
+        job: The job of ``slipstream.init``.
+        params: A pytree of arrays of floating-point numbers, the same on all ranks but for values.
+        strategy: A strategy in which workers update, in rounds of all workers, such as "push_pull"
+            or "allreduce"; by default that of the command line, else ``push_pull``.
 
     Raises:
-        ConfigError: the strategy or the params cannot be used; nothing was started.
+        ConfigError: The strategy or the params cannot be used; nothing was started.
     """
     return Engine(job, params, strategy)
 
 
 class Engine:
-    """The gradients of one pytree of params; ``engine`` makes it.
+    """The exchange of one pytree's gradients; ``engine`` creates it.
 
     Arrays are shared with slipstream by DLPack, and are not copied, if they are on JAX's first
     CPU device. Others are copied to it and back.
 
     Attributes:
-        params: rank 0's, which all ranks begin with.
+        params: Rank 0's params, with which all ranks begin.
     """
 
     def __init__(
@@ -82,38 +82,40 @@ class Engine:
         self._layouts = [(leaf.shape, leaf.dtype) for leaf in leaves]
         shared = dict(zip(self._names, self._on_host(leaves), strict=True))
         self._exchange = job.exchange(shared, strategy, outputs_last=True)
-        self.params, self._alone = params, job.world_size == 1
-        weights = self._exchange.weights()  # also alone: the exchange then keeps none of them
-        if not self._alone:
-            given = map(self._adopt, weights)
-            self.params = self._tree.unflatten(map(put_back, given, leaves))
+        self.params, self._is_single_worker = params, job.world_size == 1
+        weights = self._exchange.weights()  # also with one worker, where nothing is exchanged
+        if not self._is_single_worker:
+            arrays = map(self._adopt, weights)
+            self.params = self._tree.unflatten(map(put_back, arrays, leaves))
 
     def mean(self, grads: Any) -> Any:
-        """The mean of all workers' gradients; every rank must call it, once a step.
+        """Return the mean of all workers' gradients; every rank must call it, once a step.
 
         Args:
-            grads: a pytree of the same structure, shapes and dtypes as the params. It is
+            grads: A pytree of the same structure, shapes and dtypes as the params. It is
                 not changed.
 
         Raises:
-            RuntimeFault: the pytree differs from the params, or this was called within ``jax.jit``.
+            RuntimeFault: The pytree differs from the params, or this was called within ``jax.jit``.
         """
         leaves = self._matching(grads)
         # All at once: threads that carry gradients compete for the interpreter with these calls.
         tensors = [as_tensor(leaf) for leaf in self._on_host(leaves)]
         for number in reversed(range(len(tensors))):  # as a backward pass completes them
             self._exchange.ready(number, tensors[number])
-        # While gradients are under way, since this takes JAX some time.
-        means = leaves if self._alone else list(map(self._adopt, self._exchange.places()))
+        # While gradients are being exchanged, since this takes JAX some time.
+        means = (
+            leaves if self._is_single_worker else list(map(self._adopt, self._exchange.places()))
+        )
         for number, written in enumerate(self._exchange.finish()):
             if written is None:  # no worker had a gradient that counts
                 means[number] = jnp.zeros_like(leaves[number])
         return self._tree.unflatten(map(put_back, means, leaves))
 
     def transform(self) -> optax.GradientTransformation:
-        """The same for optax: ``optax.chain(engine.transform(), optax.adam(1e-3))``.
+        """Return the same as a transform: ``optax.chain(engine.transform(), optax.adam(1e-3))``.
 
-        Its ``update`` must not be called within ``jax.jit``; what comes after it may be.
+        Its ``update`` must not be called within ``jax.jit``; later transforms may be.
         """
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -122,7 +124,7 @@ class Engine:
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
     def _matching(self, grads: Any) -> list[Any]:
-        """The arrays of a pytree like that of the params."""
+        """Return the arrays of a pytree that has the structure of the params."""
         leaves: list[Any]
         leaves, tree = jax.tree_util.tree_flatten(grads)
         if tree != self._tree:
@@ -144,7 +146,7 @@ class Engine:
         return leaves
 
     def _difference(self, grads: Any) -> str:
-        """How a pytree differs from that of the params."""
+        """Return how a pytree differs from that of the params."""
         paths, _ = jax.tree_util.tree_flatten_with_path(grads)
         names = names_of([path for path, _ in paths])
         if lacking := [name for name in self._names if name not in names]:
@@ -154,15 +156,15 @@ class Engine:
         return "its containers are of other types"
 
     def _on_host(self, leaves: list[Any]) -> list[Any]:
-        """The arrays where slipstream can read them, once they are computed."""
+        """Return the arrays on the CPU device, where slipstream can read them, once computed."""
         if any(leaf.devices() != {self._host} for leaf in leaves):
             leaves = jax.device_put(leaves, self._host)
-        found: list[Any] = jax.block_until_ready(leaves)
-        return found
+        arrays: list[Any] = jax.block_until_ready(leaves)
+        return arrays
 
 
 def adopt(tensor: Any) -> Any:
-    """An array that has a tensor's memory.
+    """Return an array that shares a tensor's memory.
 
     Raises:
         RuntimeFault: JAX has copied it, as it does with float64 outside of ``enable_x64``.
@@ -177,9 +179,9 @@ def adopt(tensor: Any) -> Any:
 
 
 def adopter(host: Any) -> Callable[[Any], Any]:
-    """``adopt``, or what does the same on JAX's CPU device in an eighth of the time.
+    """Return ``adopt``, or a function that does the same on JAX's CPU in an eighth of the time.
 
-    ``from_dlpack`` also finds out device, stream and dtype, which are known here. The function
+    ``from_dlpack`` also looks up device, stream and dtype, which are known here. The function
     within it is JAX's own, so it is used only if it shares a first tensor in the same way.
     """
     try:
@@ -189,37 +191,37 @@ def adopter(host: Any) -> Callable[[Any], Any]:
             return share(tensor.__dlpack__(), host, None, False, 1)  # no stream, no copy, a CPU
 
         first = torch.zeros(16)
-        found, wanted = adopt_on_host(first), adopt(first)
-        if found.unsafe_buffer_pointer() == first.data_ptr() and found.sharding == wanted.sharding:
+        fast, wanted = adopt_on_host(first), adopt(first)
+        if fast.unsafe_buffer_pointer() == first.data_ptr() and fast.sharding == wanted.sharding:
             return adopt_on_host
-    except Exception as error:  # whatever another version of JAX raises
+    except Exception as error:  # another version of JAX may raise any error
         logger.info("JAX shares arrays by from_dlpack: %s", error)
     return adopt
 
 
 def put_back(array: Any, like: Any) -> Any:
-    """The array on the devices of another one."""
+    """Return the array on the devices of another one."""
     same = array.sharding == like.sharding
     return array if same else jax.device_put(array, like.sharding)
 
 
 def names_of(paths: Sequence[Any]) -> list[str]:
-    """The arrays' names: ``Dense_0/kernel``."""
+    """Return the arrays' names, such as ``Dense_0/kernel``."""
     short = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     distinct = len(set(short)) == len(short)
     return [name or "params" for name in short] if distinct else list(map(long_name, paths))
 
 
 def long_name(path: Any) -> str:
-    """``['Dense_0']['kernel']``, where short names are not distinct."""
+    """Return a path as ``['Dense_0']['kernel']``, for when short names are not distinct."""
     return str(jax.tree_util.keystr(path))
 
 
 def as_array(leaf: Any, name: str) -> Any:
-    """A leaf of a pytree as JAX's array.
+    """Return a leaf of a pytree as JAX's array.
 
     Raises:
-        ConfigError: It is none, and cannot become one.
+        ConfigError: It is no array, and cannot become one.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -233,10 +235,10 @@ def as_array(leaf: Any, name: str) -> Any:
 
 
 def check(leaf: Any, name: str) -> None:
-    """Refuse what has no gradient, or is not in this process.
+    """Check that a leaf can have a gradient, and is in this process.
 
     Raises:
-        ConfigError: With the way out.
+        ConfigError: It cannot, or is not; the message gives an alternative.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise slipstream.ConfigError(
@@ -255,7 +257,7 @@ def check(leaf: Any, name: str) -> None:
 
 
 def within_jit() -> slipstream.RuntimeFault:
-    """The error for gradients that are not computed yet."""
+    """Return the error for gradients that are not computed yet."""
     return slipstream.RuntimeFault(
         "engine.mean, or the update of engine.transform(), was called within jax.jit (or scan, "
         "cond, grad): return the gradients from the jitted function, call engine.mean(grads), and "

@@ -16,9 +16,9 @@ except ImportError as error:
 
 
 class MLflow(slipstream.Watcher):
-    """Logs metrics as ``slipstream/loss`` and so on; strategy and workers are parameters.
+    """A watcher that logs ``slipstream/loss`` and so on; strategy and workers are parameters.
 
-    They go to the run that the loop has open when training begins, else to a run of its own, which
+    Metrics are logged to the run that is open when training begins, else to a run of its own, which
     ends with the job, and is never the active one: the loop may begin another meanwhile.
     """
 
@@ -27,15 +27,15 @@ class MLflow(slipstream.Watcher):
             self._own, self._status = mlflow.active_run() is None, "FINISHED"
             self._run = (mlflow.active_run() or mlflow.start_run()).info.run_id
             if self._own:
-                mlflow.end_run("RUNNING")  # it goes on, but is no longer the active one
-            named = {f"slipstream/{name}": value for name, value in content.items()}
-            mlflow.log_params(named, run_id=self._run)
+                mlflow.end_run("RUNNING")  # it continues, but is no longer the active one
+            parameters = {f"slipstream/{name}": value for name, value in content.items()}
+            mlflow.log_params(parameters, run_id=self._run)
         if event == "failed":
             self._status = "FAILED"
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        named = {f"slipstream/{name}": value for name, value in figures.items()}
-        mlflow.log_metrics(named, step=step, run_id=self._run)
+        values = {f"slipstream/{name}": value for name, value in figures.items()}
+        mlflow.log_metrics(values, step=step, run_id=self._run)
 
     def close(self) -> None:
         if self._own:

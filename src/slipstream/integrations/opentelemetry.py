@@ -17,18 +17,20 @@ except ImportError as error:
 
 
 class OpenTelemetry(slipstream.Watcher):
-    """Gauges ``slipstream.loss`` and so on, with strategy and workers as attributes.
+    """A watcher with gauges ``slipstream.loss`` and so on; attributes are strategy and workers.
 
-    They go to the process's meter provider. Events, such as a failure of the job, go to the span
-    that the loop has open, if there is one.
+    Metrics are sent to the process's meter provider. Events, such as a failure of the job, are
+    added to the span that the loop has open, if there is one.
     """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
         if event == "start":
             self._attributes, self._gauges = dict(content), dict[str, Any]()
             self._meter = metrics.get_meter("slipstream", slipstream.__version__)
-        told = {name: value for name, value in content.items() if isinstance(value, str | int)}
-        trace.get_current_span().add_event(f"slipstream.{event}", told)
+        attributes = {
+            name: value for name, value in content.items() if isinstance(value, str | int)
+        }
+        trace.get_current_span().add_event(f"slipstream.{event}", attributes)
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in {"step": step, **figures}.items():

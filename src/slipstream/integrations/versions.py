@@ -1,4 +1,4 @@
-"""The oldest version of a framework that slipstream works with."""
+"""The check that a framework is not too old for slipstream."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from slipstream.errors import ConfigError
 def require_version(
     framework: str, found: str, oldest: tuple[int, int], *, user: str, extra: str
 ) -> None:
-    """Refuse a framework that is too old.
+    """Check that a framework is not too old.
 
     Args:
-        framework: its name.
-        found: its version, of any form: 2.51.0, 3.0.0.dev0, 1.1rc2.
-        user: the module that needs it.
-        extra: of slipstream, which installs a newer one.
+        framework: Its name.
+        found: Its version, of any form: 2.51.0, 3.0.0.dev0, 1.1rc2.
+        oldest: The oldest version that works.
+        user: The module that needs it.
+        extra: The extra of slipstream that installs a newer one.
 
     Raises:
-        ConfigError: it is too old.
+        ConfigError: It is too old.
 
     >>> require_version("JAX", "0.4.38", (0, 5), user="slipstream.jax", extra="jax")
     Traceback (most recent call last):

@@ -16,14 +16,14 @@ except ImportError as error:
 
 
 class WandB(slipstream.Watcher):
-    """Logs metrics as ``slipstream/loss`` and so on; strategy and workers are in the config.
+    """A watcher that logs ``slipstream/loss`` and so on; strategy and workers are in the config.
 
-    They go to the run that the loop has open when training begins, else to a run of its own, which
+    Metrics are logged to the run that is open when training begins, else to a run of its own, which
     ends with the job. Their x axis is ``slipstream/step``.
 
-    In the loop's run the loop alone advances W&B's step, since W&B drops what is logged for an
-    earlier one. So metrics join the step that the loop has open, and of several ``job.record`` in
-    one step the last one remains.
+    In the loop's run only the loop advances W&B's step, since W&B drops what is logged for an
+    earlier one. So metrics join the step that the loop has open; if ``job.record`` is called
+    several times in one step, the last metrics remain.
     """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
@@ -36,8 +36,8 @@ class WandB(slipstream.Watcher):
             self._run.finish(exit_code=1)
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
-        named = {"step": step, **figures}
-        values = {f"slipstream/{name}": value for name, value in named.items()}
+        with_step = {"step": step, **figures}
+        values = {f"slipstream/{name}": value for name, value in with_step.items()}
         self._run.log(values, commit=self._own)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Outer optimizers: mean outer gradients change the outer weights of local steps."""
+"""Outer optimizers: they apply mean outer gradients to the outer weights of local steps."""
 
 from slipstream.outer_optimizers.adam import Adam
 from slipstream.outer_optimizers.nesterov import Nesterov

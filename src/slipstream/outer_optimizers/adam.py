@@ -20,7 +20,7 @@ MEAN, MEAN_SQUARE = "exp_avg", "exp_avg_sq"  # as torch's Adam calls them
 
 
 class Adam(OuterOptimizer, frozen=True):
-    """Every weight moves by the mean outer gradient relative to its usual size.
+    """Move every weight by the mean outer gradient relative to its usual size.
 
         m ← β₁ m + (1 − β₁) Δ;  v ← β₂ v + (1 − β₂) Δ²
         θ ← θ − η m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
@@ -30,7 +30,7 @@ class Adam(OuterOptimizer, frozen=True):
         beta1: β₁, at least 0 and below 1.
         beta2: β₂, at least 0 and below 1.
         eps: ε, above 0.
-        at: "worker": at every worker, alike. "server": at the servers, which send back θ.
+        at: "worker": every worker updates. "server": the servers update, and send back θ.
 
     Raises:
         ConfigError: A value is out of range.
@@ -40,6 +40,9 @@ class Adam(OuterOptimizer, frozen=True):
     >>> outer.update(theta, np.float64([4.0, -0.1]), outer.init(theta))
     >>> theta.round(9).tolist()  # the first step is as long as the learning rate
     [0.5, 2.5]
+
+    References:
+        Reddi and others: Adaptive Federated Optimization (2021).
     """
 
     lr: float = 0.01

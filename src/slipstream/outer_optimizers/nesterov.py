@@ -1,4 +1,4 @@
-"""Nesterov momentum over outer rounds, as DiLoCo has it."""
+"""Nesterov momentum over outer rounds, as in DiLoCo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOMENTUM = "momentum_buffer"  # as torch's SGD calls it
 
 
 class Nesterov(OuterOptimizer, frozen=True):
-    """An outer optimizer applies the mean outer gradient Δ to the outer weights θ (DiLoCo).
+    """Apply the mean outer gradient Δ to the outer weights θ with Nesterov momentum.
 
         v ← μ v + Δ;  θ ← θ − η (Δ + μ v)
 
@@ -25,13 +25,17 @@ class Nesterov(OuterOptimizer, frozen=True):
     Args:
         lr: η, above 0.
         momentum: μ, at least 0 and below 1.
-        at: "worker": at every worker, alike. "server": at the servers, which send back θ.
+        at: "worker": every worker updates. "server": the servers update, and send back θ.
 
     Raises:
         ConfigError: A value is out of range.
 
     >>> Nesterov(lr=0.7, momentum=0.9)
     Nesterov(lr=0.7, momentum=0.9, at='worker')
+
+    References:
+        Douillard and others: DiLoCo: Distributed Low-Communication Training of Language Models
+        (2023).
     """
 
     lr: float = 0.7

@@ -11,29 +11,29 @@ from slipstream.parts import Facts, Part, facts
 
 # A numpy array or a torch tensor. Both have the operators + - * / ** and their forms in place.
 Array = Any
-# By name: arrays like the weights, and as "step" how many updates there were, a number.
+# Arrays like the weights, by name; under "step" the number of updates so far.
 State = dict[str, Any]
 STEP = "step"
 
 
 class OuterOptimizer(Part, frozen=True):
-    """Applies the mean outer gradient Δ to the outer weights θ, tensor by tensor (DiLoCo).
+    """A recipe that applies the mean outer gradient Δ to the outer weights θ, tensor by tensor.
 
     Subclasses use only operators that numpy arrays and torch tensors share, so that servers run
-    them without torch. Every operator rounds, so all processors get the same bits; torch's own
-    optimizers round some products and sums only once, so the last bit may be another.
+    them without torch. Every operator rounds, so all processors get the same bits. torch's own
+    optimizers round some products and sums only once, so their last bit may differ.
 
     A tensor may be cut, and its pieces updated by different servers; so ``update`` treats every
-    element alike. Checkpoints keep the state by its names.
+    element in the same way. Checkpoints keep the state by its names.
     """
 
     @property
     def at(self) -> At:
-        """The place of updates: at every worker, alike, or at the holders, which send back θ."""
+        """The place of updates: every worker, or the holders, which send back θ."""
         raise NotImplementedError
 
     def init(self, theta: Array) -> State:
-        """The state before the first update of these weights."""
+        """Return the state before the first update of these weights."""
         raise NotImplementedError
 
     def update(self, theta: Array, gradient: Array, state: State) -> None:
@@ -51,15 +51,15 @@ class OuterOptimizer(Part, frozen=True):
 
 
 def zeros_like(theta: Array) -> Array:
-    """As many zeros, in the same format."""
-    return theta**0 - 1.0  # where a weight is NaN or infinite, too
+    """Return as many zeros, in the same format."""
+    return theta**0 - 1.0  # also zero where a weight is NaN or infinite
 
 
 def check_rate(lr: object, at: object) -> None:
-    """Check what all outer optimizers have.
+    """Check the arguments that all outer optimizers have.
 
     Raises:
-        ConfigError: The learning rate is not above 0, or the place unknown.
+        ConfigError: The learning rate is not above 0, or the place is unknown.
     """
     check_place(at)
     if not isinstance(lr, int | float) or not 0 < lr < math.inf:
@@ -67,7 +67,7 @@ def check_rate(lr: object, at: object) -> None:
 
 
 def check_share(name: Literal["momentum", "beta1", "beta2"], value: object) -> None:
-    """Check what an average keeps of itself.
+    """Check the share that a moving average keeps of its old value.
 
     Raises:
         ConfigError: It is not at least 0 and below 1.

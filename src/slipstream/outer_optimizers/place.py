@@ -11,12 +11,12 @@ At = Literal["worker", "server"]
 
 
 def facts_of(at: At) -> Facts:
-    """Facts for the compatibility rules."""
+    """Return facts for the compatibility rules."""
     return facts("workers update") if at == "worker" else facts("the holder updates")
 
 
 def check_place(at: object) -> None:
-    """Refuse any other place.
+    """Check the place of an update.
 
     Raises:
         ConfigError: ``at`` is neither "worker" nor "server".

@@ -1,4 +1,4 @@
-"""The outer weights move along the mean outer gradient."""
+"""Plain gradient descent over outer rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slipstream.outer_optimizers.place import At
 
 
 class SGD(OuterOptimizer, frozen=True):
-    """Plain gradient descent.
+    """Move the outer weights along the mean outer gradient.
 
         θ ← θ − η Δ
 
@@ -15,7 +15,7 @@ class SGD(OuterOptimizer, frozen=True):
 
     Args:
         lr: η, above 0.
-        at: "worker": at every worker, alike. "server": at the servers, which send back θ.
+        at: "worker": every worker updates. "server": the servers update, and send back θ.
 
     Raises:
         ConfigError: A value is out of range.

@@ -1,4 +1,4 @@
-"""How many of n workers make a round, and how many are backups. Pure.
+"""Backup workers: how many of n workers make a round. Pure.
 
 Chen, Pan, Monga, Bengio and Jozefowicz, "Revisiting Distributed Synchronous SGD", section 3.1: of
 n = N + b workers the first N make a round. A smaller N waits for fewer stragglers, but has noisier
@@ -6,10 +6,10 @@ gradients and needs more rounds; what counts is their product (Fig. 6):
 
     time to converge(N) = mean round time(N) × iterations(N)
 
-The paper reads the round time off order statistics: the N-th of n arrivals, all begun together
-(Fig. 4). But a late worker is still busy when the next round opens, and the true time is longer.
-Here recorded step durations are replayed by the rule that the servers follow, including such
-unfinished steps.
+The paper computes the round time from order statistics: the N-th of n arrivals, all started
+together (Fig. 4). But a late worker is still busy when the next round opens, so the true time is
+longer. Here recorded step durations are replayed by the rule that the servers follow, including
+such unfinished steps.
 
     iterations(N) = a + b/N, fitted to given points; else ∝ 1 + Nc/N with Nc = 4n, which matches
                     the paper's Fig. 5 at n = 100 (137,500 at N = 50; 76,200 at N = 100)
@@ -31,10 +31,10 @@ Durations = Mapping[int, Sequence[float]]  # by worker: seconds from weights to 
 Iterations = Callable[[int], float]  # to converge, by the number of workers of a round
 Floats = NDArray[np.float64]
 
-LEAST_STEPS = 8  # of a worker; with fewer, one odd step would decide
-ROUNDS = 4000  # replayed, unless there are very many workers
+LEAST_STEPS = 8  # of a worker; with fewer, one unusual step would decide
+ROUNDS = 4000  # rounds replayed, unless there are very many workers
 MOST_ROUNDS = 50_000
-MOST_REPLAYED = 100_000_000  # rounds times workers²: some three seconds
+MOST_REPLAYED = 100_000_000  # rounds times workers²: about three seconds
 LEAST_ITERATIONS, MOST_ITERATIONS = 1e-9, 1e15
 BLOCK = 50  # consecutive steps that resampling keeps together
 STRETCH = 500  # rounds per replay
@@ -43,7 +43,7 @@ FIG_5_RATIO = 4.0  # Nc / n
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """``first`` workers make a round, ``backup`` more take part, and the resulting cost."""
+    """A split: ``first`` workers make a round, ``backup`` more take part; and its cost."""
 
     first: int
     backup: int
@@ -60,14 +60,14 @@ def compare_splits(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> list[Split]:
-    """Every split of the recorded workers, from ``first=1`` to all of them.
+    """Compare every split of the recorded workers, from ``first=1`` to all of them.
 
     Args:
         durations: By worker, the seconds of its steps, in order.
-        iterations: How many rounds it takes to converge, as a function of N or as points
+        iterations: The number of rounds until convergence, as a function of N or as points
             (N, iterations) for a fit; by default a curve like the paper's is assumed.
-        rounds: How many rounds to replay for every split.
-        seed: Of the resampling.
+        rounds: The number of rounds to replay for every split.
+        seed: The seed of the resampling.
 
     Returns:
         The splits, by ``first``; ``best_split`` finds the fastest.
@@ -100,7 +100,7 @@ def compare_splits(
 
 
 def affordable_rounds(workers: int) -> int:
-    """How many rounds of so many workers can be replayed within a few seconds."""
+    """Return how many rounds of so many workers can be replayed within a few seconds."""
     return max(1, min(MOST_ROUNDS, MOST_REPLAYED // workers**2))
 
 
@@ -108,23 +108,23 @@ plan_backups = compare_splits  # the public name, since "splits" alone is unclea
 
 
 def best_split(splits: Sequence[Split]) -> Split:
-    """The fastest to converge; of equals, the one that drops fewest gradients."""
+    """Return the split that converges fastest; of equals, the one that drops fewest gradients."""
     return min(splits, key=lambda split: (split.relative_time, -split.first))
 
 
 @dataclass(frozen=True, slots=True)
 class Adapting:
-    """Chooses ``first`` again and again during a run, for the holder that closes its rounds.
+    """A rule that chooses ``first`` again and again, for the holder that closes rounds.
 
-    Every so many rounds all splits are compared on each worker's most recent steps; the current one
-    stays unless another is predicted to be faster by ``gain``.
+    After ``every`` rounds all splits are compared on each worker's most recent steps. The current
+    one stays unless another is predicted to be faster by ``gain``.
     """
 
     every: int = 50
     gain: float = 0.03
     least_steps: int = LEAST_STEPS
     recent: int = 256
-    rounds: int = 200  # replayed for a comparison
+    rounds: int = 200  # rounds replayed for a comparison
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Adapting:
             raise ConfigError(f"gain={self.gain}: give a share of 0 or more, such as 0.03")
 
     def first_after(self, rounds_made: int, durations: Durations, first: int) -> int:
-        """The ``first`` of the following rounds; the argument is that of the last one."""
+        """Return ``first`` of the following rounds; the argument is that of the last one."""
         if rounds_made % self.every or len(durations) < 2:
             return first
         if min(map(len, durations.values())) < self.least_steps:
@@ -152,12 +152,12 @@ class Adapting:
 
 
 def assumed_iterations(workers: int) -> Iterations:
-    """1 + Nc/N: proportional to the iterations that N of these workers need."""
+    """Return 1 + Nc/N, which is proportional to the iterations that N of these workers need."""
     return lambda first: 1 + FIG_5_RATIO * workers / first
 
 
 def fit_iterations(points: Sequence[tuple[int, float]]) -> Iterations:
-    """a + b/N through the points by least squares, a and b not below 0.
+    """Fit a + b/N to the points by least squares, with a and b not below 0.
 
     More workers never need more iterations, and twice as many never need less than half.
     """
@@ -183,21 +183,23 @@ def fit_iterations(points: Sequence[tuple[int, float]]) -> Iterations:
     return lambda first: a + b / first
 
 
-def _iterations(given: Iterations | Sequence[tuple[int, float]] | None, workers: int) -> Iterations:
-    if given is None:
+def _iterations(
+    iterations: Iterations | Sequence[tuple[int, float]] | None, workers: int
+) -> Iterations:
+    if iterations is None:
         return assumed_iterations(workers)
-    return given if callable(given) else fit_iterations(given)
+    return iterations if callable(iterations) else fit_iterations(iterations)
 
 
 # ---- round times
 
 
 def resample(recorded: Sequence[Floats], steps: int, random: np.random.Generator) -> Floats:
-    """So many steps of each worker, in blocks from anywhere in its recording; one row per worker.
+    """Resample ``steps`` steps of each worker, in blocks; return one row per worker.
 
-    Blocks keep slow periods together. The blocks of all workers begin at the same relative position
-    of their recordings, so at about the same moment of the run: a common slowdown, such as of a
-    shared link, must not look like stragglers that backups could replace.
+    Blocks keep slow periods together. The blocks of all workers start at the same relative position
+    of their recordings, so at about the same moment of the run: otherwise a common slowdown, such
+    as of a shared link, would look like stragglers that backups could replace.
     """
     begins = random.random(-(-steps // BLOCK))
     rows = []
@@ -209,35 +211,35 @@ def resample(recorded: Sequence[Floats], steps: int, random: np.random.Generator
 
 
 def replay(steps: Floats) -> tuple[Floats, Floats]:
-    """Mean round time, and gradients dropped per round, for N = 1 … n.
+    """Return mean round time, and gradients dropped per round, for N = 1 … n.
 
     ``steps`` has a row of durations for each worker, one more than there are rounds to replay. In
-    a round a worker is busy with a step begun for it, or with one of an older round: that gradient
-    arrives late and is dropped, and the worker at once begins a step for the open round. Either
-    way there is one moment at which its gradient could count, and the N-th of these closes the
-    round. The N workers of the round begin the next; the others stay busy.
+    a round a worker is busy with a step of this round or of an older one. A gradient of an older
+    round arrives late and is dropped, and the worker at once starts a step for the open round.
+    Either way there is one moment at which its gradient could count, and the N-th of these moments
+    closes the round. The N workers of the round start the next one; the others stay busy.
     """
     workers, rounds = steps.shape[0], steps.shape[1] - 1
     worker = np.arange(workers)
     split = worker[:, None]  # all splits in parallel: row i is N = i + 1
     counts = worker <= split
     ends = np.tile(steps[:, 0], (workers, 1))  # end of each worker's current step
-    begun = np.ones((workers, workers), np.int64)
+    next_step = np.ones((workers, workers), np.int64)
     late = np.zeros((workers, workers), np.bool_)
     made = np.empty((workers, workers), np.bool_)
     dropped = np.zeros(workers, np.int64)
     closes = np.zeros((workers, 1))
     for _ in range(rounds):
-        arrives = np.where(late, ends + steps[worker, begun], ends)
+        arrives = np.where(late, ends + steps[worker, next_step], ends)
         order = np.argsort(arrives, axis=1, kind="stable")
         np.put_along_axis(made, order, counts, axis=1)
         closes = np.take_along_axis(arrives, np.take_along_axis(order, split, axis=1), axis=1)
         anew = late & (made | (ends < closes))
         dropped += anew.sum(axis=1)
-        begun += anew
+        next_step += anew
         ends = np.where(anew, arrives, ends)
-        ends = np.where(made, closes + steps[worker, begun], ends)
-        begun += made
+        ends = np.where(made, closes + steps[worker, next_step], ends)
+        next_step += made
         late = ~made
     return closes[:, 0] / rounds, dropped / rounds
 
@@ -245,8 +247,9 @@ def replay(steps: Floats) -> tuple[Floats, Floats]:
 def _mean_round(
     recorded: Sequence[Floats], rounds: int, random: np.random.Generator
 ) -> tuple[Floats, Floats]:
-    """The result of ``replay``, in short pieces. In one long replay, workers with fewer steps would
-    lag behind in their recordings, and would no longer be slow at the same moments."""
+    """Return the result of ``replay``, computed in short pieces. In one long replay, workers with
+    fewer steps would lag behind in their recordings, and would no longer be slow at the same
+    moments."""
     stretches = -(-rounds // STRETCH)
     steps = -(-rounds // stretches) + 1
     replayed = [replay(resample(recorded, steps, random)) for _ in range(stretches)]

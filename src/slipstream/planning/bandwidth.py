@@ -1,7 +1,7 @@
 """Available bandwidth of a path: self-loading periodic streams (SLoPS), and passive measurement.
 
 Jain & Dovrolis, "End-to-end available bandwidth" (2003), which Parameter Flow's section 3.3.3 uses
-to distinguish sufficient links from insufficient ones. A stream of K packets leaves at a constant
+to distinguish sufficient links from insufficient ones. A stream of K packets is sent at a constant
 rate R. If R is above A, the available bandwidth, a queue grows somewhere and every packet is
 delayed a little more than the one before; if not, delays stay level. So:
 
@@ -12,9 +12,9 @@ delayed a little more than the one before; if not, delays stay level. So:
 The delays come from two clocks that are not synchronized, so only differences count; a drift
 of less than LARGEST_SKEW does not count as a queue.
 
-``knee`` evaluates a train sent as fast as possible: the rate behind a token bucket, and the
-bucket's size. A stream that starts with a full bucket sees no queue until it is empty, whatever its
-rate.
+``knee`` evaluates a train of packets sent as fast as possible: it gives the rate behind a token
+bucket, and the bucket's size. A stream that starts with a full bucket sees no queue until the
+bucket is empty, whatever its rate.
 
 Rates are bytes/s throughout. Pure.
 """
@@ -36,13 +36,13 @@ PDT_THRESHOLDS = (0.55, 0.45)
 # Clocks kept by NTP drift apart by at most 500 ppm, whereas a stream that is 1% too fast is
 # delayed by another 10,000 ppm of its length.
 LARGEST_SKEW = 0.001
-# A queue that overflows does not grow any more: such losses are a separate sign.
+# A queue that overflows does not grow any more: such losses are another sign.
 LARGEST_LOSS = 0.1
 FEWEST_DELAYS = 9  # three groups of three
 
 
 class Trend(Enum):
-    """How one stream's delays change."""
+    """The trend of one stream's delays."""
 
     INCREASING = "increasing"
     LEVEL = "level"
@@ -61,51 +61,57 @@ class Verdict(Enum):
 
 
 def trend(sent_s: Sequence[float], arrived_s: Sequence[float | None]) -> Trend:
-    """``sent_s``: by packet, in the order of sending; ``arrived_s``: None for a lost packet.
+    """Return whether delays increase, from the times of sending and of arrival (None: lost).
 
     The two clocks may differ by any offset. The order of arrival does not matter.
     """
-    pairs = [(at, there) for at, there in zip(sent_s, arrived_s, strict=True) if there is not None]
+    pairs = [
+        (at, arrived) for at, arrived in zip(sent_s, arrived_s, strict=True) if arrived is not None
+    ]
     if len(pairs) < (1 - LARGEST_LOSS) * len(sent_s):
         return Trend.INCREASING
     if len(pairs) < FEWEST_DELAYS:
         return Trend.AMBIGUOUS
     # Relative to the first packet: a float of seconds since 1970 cannot represent nanoseconds.
     first_sent, first_arrived = pairs[0]
-    middles = group_medians([(there - first_arrived) - (at - first_sent) for at, there in pairs])
+    middles = group_medians(
+        [(arrived - first_arrived) - (at - first_sent) for at, arrived in pairs]
+    )
     if middles[-1] - middles[0] <= LARGEST_SKEW * (pairs[-1][0] - first_sent):
         return Trend.LEVEL
-    return _together(_judge(pct(middles), PCT_THRESHOLDS), _judge(pdt(middles), PDT_THRESHOLDS))
+    return _combined(
+        _classify(pct(middles), PCT_THRESHOLDS), _classify(pdt(middles), PDT_THRESHOLDS)
+    )
 
 
 def group_medians(delays: Sequence[float]) -> list[float]:
-    """√K medians of √K neighbours each: single delayed packets do not matter."""
+    """Return √K medians of √K neighbours each, so that single delayed packets do not matter."""
     groups = math.isqrt(len(delays))
     edges = [len(delays) * index // groups for index in range(groups + 1)]
     return [median(delays[low:high]) for low, high in pairwise(edges)]
 
 
 def pct(middles: Sequence[float]) -> float:
-    """Pairwise comparison test: the share of increases. Level: about 0.5, or 0 if exact."""
+    """Return the share of increases (pairwise comparison test). Level: about 0.5, or 0 if exact."""
     steps = [later > earlier for earlier, later in pairwise(middles)]
     return sum(steps) / len(steps)
 
 
 def pdt(middles: Sequence[float]) -> float:
-    """Pairwise difference test: net change over total change, −1 to 1. Level: about 0."""
+    """Return net change over total change, −1 to 1 (pairwise difference test). Level: about 0."""
     travelled = sum(abs(b - a) for a, b in pairwise(middles))
     return (middles[-1] - middles[0]) / travelled if travelled else 0.0
 
 
-def _judge(value: float, thresholds: tuple[float, float]) -> Trend:
+def _classify(value: float, thresholds: tuple[float, float]) -> Trend:
     increasing, level = thresholds
     if value > increasing:
         return Trend.INCREASING
     return Trend.LEVEL if value < level else Trend.AMBIGUOUS
 
 
-def _together(one: Trend, other: Trend) -> Trend:
-    """One test may be unsure; two that contradict each other give no result."""
+def _combined(one: Trend, other: Trend) -> Trend:
+    """Combine two tests: one may be unsure; two that contradict each other give no result."""
     clear = {one, other} - {Trend.AMBIGUOUS}
     return clear.pop() if len(clear) == 1 else Trend.AMBIGUOUS
 
@@ -114,7 +120,7 @@ def _together(one: Trend, other: Trend) -> Trend:
 
 
 def vote(trends: Sequence[Trend], *, agreeing: float = 0.7) -> Verdict:
-    """The vote of all streams at one rate. Ambiguous ones do not vote, but half must vote."""
+    """Return the vote of all streams at one rate, if at least half are unambiguous."""
     rising = trends.count(Trend.INCREASING)
     voters = rising + trends.count(Trend.LEVEL)
     if 2 * voters < len(trends) or not voters:
@@ -125,7 +131,7 @@ def vote(trends: Sequence[Trend], *, agreeing: float = 0.7) -> Verdict:
 
 
 def decided(trends: Sequence[Trend], fleet: int, *, agreeing: float = 0.7) -> bool:
-    """Whether the rest of a fleet could not change its vote, and need not be sent."""
+    """Return whether the rest of a fleet could not change its vote, and need not be sent."""
     rest = fleet - len(trends)
     outcomes = {
         vote([*trends, *[last] * rest], agreeing=agreeing)
@@ -143,8 +149,7 @@ class Search:
 
     Rates at which a fleet disagreed make up the grey region between them: the available bandwidth
     varied around these. It is part of the result; the search continues outside of it.
-    ``resolution``
-    is relative to ``high``.
+    ``resolution`` is relative to ``high``.
     """
 
     low: float
@@ -153,7 +158,7 @@ class Search:
     most_fleets: int = 16
     grey: tuple[float, float] | None = None
     fleets: int = 0
-    # A limit that was given to the search is not a measured one.
+    # A limit that was passed to the search is not a measured one.
     low_seen: bool = False
     high_seen: bool = False
 
@@ -171,7 +176,7 @@ class Search:
 
 
 def next_rate(search: Search) -> float | None:
-    """The next fleet's rate; None when the range is within the resolution."""
+    """Return the next fleet's rate; None when the range is within the resolution."""
     if search.fleets >= search.most_fleets:
         return None
     width = search.resolution * search.high
@@ -182,7 +187,7 @@ def next_rate(search: Search) -> float | None:
 
 
 def after(search: Search, verdict: Verdict) -> Search:
-    """The search after the vote of the fleet at ``next_rate(search)``."""
+    """Return the search after the vote of the fleet at ``next_rate(search)``."""
     rate = next_rate(search)
     if rate is None:
         raise ValueError("the search is over: no fleet was due")
@@ -200,7 +205,7 @@ def after(search: Search, verdict: Verdict) -> Search:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """The available bandwidth of a path while it was measured.
+    """The available bandwidth of a path during its measurement.
 
     An end that was not found is the limit of the search: ``low_bytes_s`` is then 0, and
     ``high_bytes_s`` the highest rate that was allowed or that could be paced.
@@ -213,7 +218,7 @@ class Available:
     ended: str
     fleets: int
     streams: int
-    late_streams: int  # that the sender was too busy to pace; they did not vote
+    late_streams: int  # not sent at an even pace; they did not vote
     sent_nbytes: int
     seconds: float
     fastest_bytes_s: float
@@ -224,7 +229,7 @@ class Available:
         return (self.low_bytes_s + self.high_bytes_s) / 2
 
     def sufficient(self, threshold_bytes_s: float) -> bool | None:
-        """Whether the threshold is available; None if it lies within the range."""
+        """Return whether the threshold is available; None if it lies within the range."""
         if self.low_bytes_s >= threshold_bytes_s:
             return True
         return False if self.high_seen and self.high_bytes_s < threshold_bytes_s else None
@@ -235,7 +240,7 @@ class Available:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """A train's rate after the path's burst allowance is used up, and that allowance."""
+    """The rate of a train after the path's burst allowance is used up, and that allowance."""
 
     rate_bytes_s: float
     burst_nbytes: int
@@ -243,12 +248,12 @@ class Knee:
 
     @property
     def clear(self) -> bool:
-        """Whether the train was long enough after the knee."""
+        """True if the train was long enough after the knee."""
         return 2 * self.burst_nbytes <= self.train_nbytes
 
 
 def knee(arrived_s: Sequence[float | None], packet_nbytes: int) -> Knee | None:
-    """The knee of a train sent as fast as possible; None if too little of it arrived.
+    """Return the knee of a train sent as fast as possible; None if too little of it arrived.
 
     Bytes that have arrived by time t are at most burst + rate·t. The last third gives the rate, the
     packet that is furthest ahead of it gives the burst.
@@ -269,19 +274,20 @@ def knee(arrived_s: Sequence[float | None], packet_nbytes: int) -> Knee | None:
 
 
 class Passive:
-    """Estimates the rate of a link from its transfers.
+    """An estimate of a link's rate from its transfers.
 
-    ``tell`` gets the bytes of a transfer and how long the link was busy with it: from its first
-    byte until its last had left, without time in which there was nothing to send. The estimate is
+    ``tell`` takes the bytes of a transfer and how long the link was busy with it: from the first
+    byte to the last, without time in which there was nothing to send. The estimate is
 
         Σ wᵢ bytesᵢ / Σ wᵢ secondsᵢ,   w halved by every ``half_life_s`` of busy time since.
 
-    So it is a mean over busy time, in which a slow second counts as much as a fast one; idle time
+    So it is a mean over busy time, in which a slow second counts as much as a fast one. Idle time
     does not change the estimate. Transfers of less than ``least_nbytes`` are ignored: their time is
     mostly latency. If there are only such transfers, the estimate is None.
 
-    Probing measures the available bandwidth; this measures the used one. A link that is never full
-    shows less than it has, so to test a threshold that transfers do not reach, use a probe.
+    Probing measures the available bandwidth; this measures the used one. On a link that is never
+    full it shows less than the link has: to test a threshold that transfers do not reach, use a
+    probe.
     """
 
     def __init__(
@@ -300,19 +306,19 @@ class Passive:
         self._margin = margin
         self._nbytes = 0.0
         self._seconds = 0.0
-        self._answer: tuple[float, bool] | None = None  # for which threshold
+        self._answer: tuple[float, bool] | None = None  # for a threshold
 
     def tell(self, nbytes: int, busy_s: float) -> None:
-        """A transfer of ``nbytes`` kept the link busy for ``busy_s``."""
+        """Enter a transfer of ``nbytes`` that kept the link busy for ``busy_s``."""
         if nbytes < 0 or not 0 <= busy_s < math.inf:
             raise ValueError(f"{nbytes} bytes in {busy_s} s: no transfer is like that")
         if nbytes < self._least_nbytes or not busy_s:
             return
-        kept = 0.5 ** (busy_s / self._half_life_s)
-        # A transfer's beginning is older than its end: its weight is the mean over its duration.
-        weight = (1 - kept) / math.log(2) * self._half_life_s / busy_s
-        self._nbytes = kept * self._nbytes + weight * nbytes
-        self._seconds = kept * self._seconds + weight * busy_s
+        share = 0.5 ** (busy_s / self._half_life_s)
+        # The start of a transfer is older than its end: its weight is the mean over its duration.
+        weight = (1 - share) / math.log(2) * self._half_life_s / busy_s
+        self._nbytes = share * self._nbytes + weight * nbytes
+        self._seconds = share * self._seconds + weight * busy_s
 
     @property
     def bytes_s(self) -> float | None:
@@ -320,7 +326,7 @@ class Passive:
         return self._nbytes / self._seconds if self._seconds else None
 
     def sufficient(self, threshold_bytes_s: float) -> bool | None:
-        """Whether the link reaches the threshold; None if nothing is known.
+        """Return whether the link reaches the threshold; None if nothing is known.
 
         The answer changes only when the estimate is past the threshold by ``margin``, so that an
         estimate near the threshold does not change the answer with every transfer.

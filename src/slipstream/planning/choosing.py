@@ -20,10 +20,15 @@ from slipstream.planning.costs import (
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How dense tensors travel here: by how many workers and servers (none: collectives, or what
-    part of a tensor every worker sends to each other one), what part of a tensor's own bytes
-    its codecs leave on the wire, and after how many steps. Bytes and times are those of a step, on
-    average.
+    """The cost of a dense tensor's route. Bytes and times are those of a step, on average.
+
+    Attributes:
+        workers: The number of workers.
+        servers: The number of servers; 0: a ring, or what ``to_each`` says.
+        dedicated: True if servers have hosts of their own.
+        to_each: The part of a tensor that every worker sends to each other worker; 0: none.
+        density: The part of a tensor's own bytes that its codecs send.
+        every: The steps from one exchange to the next.
 
     >>> Ways(workers=2, density=0.25, every=10).plain.dense_bytes(1000)
     1000.0
@@ -40,18 +45,18 @@ class Ways:
 
     @property
     def plain(self) -> Ways:
-        """The same way for every value, in every step."""
+        """The same route for every value, in every step."""
         return replace(self, density=1.0, every=1)
 
     def dense_bytes(self, nbytes: float) -> float:
-        """The busiest link's, each way, for a dense tensor of this size."""
+        """Return the busiest link's bytes, each way, for a dense tensor of this size."""
         nbytes *= self.density / self.every
         if self.to_each:
             return (self.workers - 1) * self.to_each * nbytes
         return dense_link_bytes(nbytes, self.workers, self.servers, dedicated=self.dedicated)
 
     def dense_seconds(self, nbytes: float, speeds: Speeds) -> float:
-        """Time of the busiest link, plus a server's for summing where there are servers."""
+        """Return the time of the busiest link, plus a server's time for summing."""
         link_s = 8 * self.dense_bytes(nbytes) / speeds.link_bits_per_s
         summed_bytes = self.workers * nbytes / self.servers / self.every if self.servers else 0.0
         return link_s + summed_bytes / speeds.server_bytes_per_s
@@ -78,17 +83,17 @@ class Chooser(Protocol):
 
         Args:
             shape: The layer.
-            rows: How many rows a worker's batch gives it.
-            ways: How it is sent dense.
-            compact_bytes: What its codec makes of these rows; None: rows in their own precision.
+            rows: The rows that a worker's batch gives it.
+            ways: The cost of its dense route.
+            compact_bytes: The bytes of these rows in its codec; None: rows in their own precision.
         """
         ...
 
 
 class ByBytes(Part, frozen=True):
-    """The paper's Algorithm 1: the form that moves fewer floats through a node.
+    """Choose the form that moves fewer floats through a node (the Poseidon paper's Algorithm 1).
 
-    Shorter values count as the part of a float that they take.
+    Values that are sent in fewer bits count as that part of a float.
 
     >>> fc = LayerShape("fc", "factors", outputs=4096, inputs=4096)
     >>> ByBytes().choose(fc, rows=32, ways=Ways(workers=8)).compact
@@ -109,17 +114,17 @@ class ByBytes(Part, frozen=True):
         dense = ways.density * ps_both(m, n, p1, ways.servers or p1)
         if compact_bytes is None:
             compact_bytes = shape.compact_bytes(rows)
-        # Of factors in their own precision, this is the paper's SFB, 2 K (P1 - 1) (M + N).
+        # For factors in their own precision, this is the paper's SFB, 2 K (P1 - 1) (M + N).
         compact = 2 * (p1 - 1) * compact_bytes / shape.item_bytes
-        said = f"{compact / 1e6:.3g}M floats against {dense / 1e6:.3g}M dense"
-        return _verdict(shape, rows, ways, compact_bytes, compact <= dense, None, said)
+        reason = f"{compact / 1e6:.3g}M floats against {dense / 1e6:.3g}M dense"
+        return _verdict(shape, rows, ways, compact_bytes, compact <= dense, None, reason)
 
 
 class ByTime(Part, frozen=True):
-    """The form with the shorter predicted time.
+    """Choose the form with the shorter predicted time.
 
     Args:
-        speeds: Of links, GEMM and servers; None: they are measured when a job starts.
+        speeds: The speeds of links, GEMM and servers; None: measured when a job starts.
 
     >>> ByTime().needs_speeds
     True
@@ -132,7 +137,7 @@ class ByTime(Part, frozen=True):
         return self.speeds is None
 
     def measured(self, speeds: Speeds | None) -> ByTime:
-        """The same with speeds, unless it already has them."""
+        """Return the same rule with speeds, unless it already has them."""
         return self if self.speeds is not None else msgspec.structs.replace(self, speeds=speeds)
 
     def choose(
@@ -144,10 +149,10 @@ class ByTime(Part, frozen=True):
             compact_bytes = shape.compact_bytes(rows)
         dense = ways.dense_seconds(shape.dense_bytes, self.speeds)
         compact = compact_seconds(shape, rows, ways.workers, self.speeds, compact_bytes)
-        said = f"{1000 * compact:.3g} ms against {1000 * dense:.3g} ms dense"
-        taken = compact < dense
-        seconds = compact if taken else dense
-        return _verdict(shape, rows, ways, compact_bytes, taken, seconds, said)
+        reason = f"{1000 * compact:.3g} ms against {1000 * dense:.3g} ms dense"
+        is_compact = compact < dense
+        seconds = compact if is_compact else dense
+        return _verdict(shape, rows, ways, compact_bytes, is_compact, seconds, reason)
 
 
 # Every chooser that a policy may name.
@@ -161,10 +166,10 @@ def _verdict(
     compact_bytes: float,
     compact: bool,
     seconds: float | None,
-    said: str,
+    reason: str,
 ) -> Verdict:
     if not rows:
         dense = ways.dense_bytes(shape.dense_bytes)
         return Verdict(False, dense, seconds, "its forward gave no rows")
-    moved = (ways.workers - 1) * compact_bytes if compact else ways.dense_bytes(shape.dense_bytes)
-    return Verdict(compact, moved, seconds, said)
+    sent = (ways.workers - 1) * compact_bytes if compact else ways.dense_bytes(shape.dense_bytes)
+    return Verdict(compact, sent, seconds, reason)

@@ -18,7 +18,7 @@ MESSAGE_S = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """A layer whose gradient has a compact form; M × N as above, and a bias of M or none."""
+    """A layer whose gradient has a compact form; M × N as above, and a bias of M values or none."""
 
     name: str
     form: Form
@@ -32,13 +32,13 @@ class LayerShape:
         return (self.outputs * self.inputs + self.outputs * self.bias) * self.item_bytes
 
     def compact_bytes(self, rows: float) -> float:
-        """One worker's gradient in compact form, if its values keep their own precision."""
+        """Return the bytes of one worker's compact gradient, in its own precision."""
         if self.form == "rows":
             return rows * (self.inputs * self.item_bytes + ID_BYTES)
         return rows * (self.outputs + self.inputs) * self.item_bytes
 
     def rebuild_flops(self, rows: float) -> float:
-        """Flops to compute the dense gradient from this many rows; 0 for a table: no GEMM."""
+        """Return the flops to compute the dense gradient from so many rows; 0 for a table."""
         return 0.0 if self.form == "rows" else 2.0 * rows * self.outputs * self.inputs
 
 
@@ -54,7 +54,7 @@ def ps_worker(m: int, n: int) -> float:
 
 
 def ps_both(m: int, n: int, p1: int, p2: int) -> float:
-    """A node that is both worker and server."""
+    """Return the floats of a node that is both worker and server."""
     return 2 * m * n * (p1 + p2 - 2) / p2
 
 
@@ -63,7 +63,7 @@ def sfb(m: int, n: int, k: int, p1: int) -> float:
 
 
 def adam_server(m: int, n: int, k: int, p1: int) -> float:
-    """The busiest server: factors in from every worker, the matrix out to every worker."""
+    """Return the busiest server's floats: factors in from every worker, the matrix out to each."""
     return p1 * m * n + p1 * k * (m + n)
 
 
@@ -76,7 +76,7 @@ def adam_both(m: int, n: int, k: int, p1: int) -> float:
 
 
 def best_scheme(m: int, n: int, k: int, p1: int, p2: int) -> Literal["SFB", "PS"]:
-    """Algorithm 1, for a fully connected layer."""
+    """Choose the form of a fully connected layer's gradient by Algorithm 1."""
     return "SFB" if sfb(m, n, k, p1) <= ps_both(m, n, p1, p2) else "PS"
 
 
@@ -93,7 +93,7 @@ class Speeds:
 
 
 def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bool) -> float:
-    """The busiest link's bytes, each way, for a dense tensor.
+    """Return the busiest link's bytes, each way, for a dense tensor.
 
     Without servers: a ring. With colocated servers: their shard's traffic in addition to the
     workers' own. With dedicated servers: the busier of a worker's and a server's link.
@@ -108,7 +108,7 @@ def dense_link_bytes(nbytes: float, workers: int, servers: int, *, dedicated: bo
 def compact_seconds(
     shape: LayerShape, rows: float, workers: int, speeds: Speeds, compact_bytes: float
 ) -> float:
-    """Time to send to every peer, and to compute the gradient of all rows instead of own rows."""
+    """Return the time to send to all peers, and to compute with the other ranks' rows."""
     link = (workers - 1) * compact_bytes
     extra = shape.rebuild_flops(rows * (workers - 1))
     messages = (workers - 1) * MESSAGE_S

@@ -1,4 +1,4 @@
-"""Deals a model's tensors to fragments of even size, each of which has rounds of its own."""
+"""Fragments: a model's tensors in groups of about equal size, each with rounds of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def deal_fragments(specs: Sequence[Spec], fragments: int) -> tuple[tuple[int, ..
 
     Args:
         specs: The model's tensors.
-        fragments: How many fragments there are; each has a parameter at least.
+        fragments: The number of fragments; each has a parameter at least.
 
     Returns:
         The tensors of every fragment, by number, in the model's order.

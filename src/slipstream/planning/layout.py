@@ -9,8 +9,8 @@ from slipstream.types import ITEM_BYTES, Chunk, Segment, Spec
 
 CHUNK_BYTES = 2 * 1024 * 1024
 SMALLEST_CHUNK_BYTES = 4 * 1024
-# A small model is cut, too: its first chunks leave while its backward pass still runs, and all
-# holders are at work until its end. Below this size messages cost more than that gains.
+# A small model is cut, too: its first chunks are sent while its backward pass still runs, and all
+# holders are busy until its end. Below this size messages cost more than that gains.
 CHUNKS_PER_SHARE = 4
 WORTH_CUTTING_BYTES = 128 * 1024
 
@@ -19,9 +19,9 @@ WORTH_CUTTING_BYTES = 128 * 1024
 class Group:
     """Tensors that may share a chunk: one route, one dtype, one role.
 
-    Those of a ``layer`` or a ``fragment`` have their own chunks, which a round may skip. A tensor
-    whose contributions are not cut counts as a layer. Chunks are cut so that ``shares`` holders get
-    equal loads.
+    The tensors of a ``layer`` or a ``fragment`` have their own chunks, which a round may skip. A
+    tensor whose contributions are not cut counts as a layer. Chunks are cut so that ``shares``
+    holders get equal loads.
     """
 
     route: int
@@ -40,8 +40,8 @@ def lay_out(
 ) -> tuple[Chunk, ...]:
     """Cut tensors into chunks, in backward order within each group.
 
-    Chunks have at most ``chunk_bytes``. They are smaller where holders then get equal loads, or
-    where a small model would else leave as a whole.
+    Chunks have at most ``chunk_bytes``. They are smaller if holders then get equal loads, or if a
+    small model would otherwise be sent in one piece.
     """
     members: dict[Group, list[int]] = {}
     for tensor in sorted(range(len(specs)), key=lambda i: -specs[i].order):
@@ -58,8 +58,9 @@ def lay_out(
 
 
 def even_numel(total: int, group: Group, chunk_bytes: int) -> int:
-    """Elements per chunk: the largest size within ``chunk_bytes`` that gives equal shares, of
-    several chunks each if they are worth it. A layer leaves at once, when it is complete."""
+    """Return the elements of a chunk: the largest size within ``chunk_bytes`` that gives equal
+    shares, of several chunks each if they are worth it. A layer is sent at once when it is
+    complete."""
     size, shares = ITEM_BYTES[group.dtype], max(1, group.shares)
     largest = max(1, chunk_bytes // size)
     several = 1 if group.layer else CHUNKS_PER_SHARE
@@ -70,18 +71,18 @@ def even_numel(total: int, group: Group, chunk_bytes: int) -> int:
 
 
 def fill(specs: Sequence[Spec], tensors: Sequence[int], room: int) -> Iterator[tuple[Segment, ...]]:
-    """Walk the tensors end to end, cutting every ``room`` elements."""
+    """Cut the tensors, one after the other, every ``room`` elements; yield segments."""
     run: list[Segment] = []
-    left = room
+    remaining = room
     for tensor in tensors:
         start, numel = 0, specs[tensor].numel
         while start < numel:
-            stop = min(numel, start + left)
+            stop = min(numel, start + remaining)
             run.append(Segment(tensor, start, stop))
-            left -= stop - start
+            remaining -= stop - start
             start = stop
-            if not left:
+            if not remaining:
                 yield tuple(run)
-                run, left = [], room
+                run, remaining = [], room
     if run:
         yield tuple(run)

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 
 
 def synchronous_rate(base: float, workers: int) -> float:
-    """γ₀ = base · N: the rate for the mean of ``workers`` gradients.
+    """Return γ₀ = base · N, the rate for the mean of ``workers`` gradients.
 
     With backup workers, count the gradients of a round, not the workers that run.
 
@@ -21,7 +21,7 @@ def synchronous_rate(base: float, workers: int) -> float:
         workers: N.
 
     Raises:
-        ConfigError: They are not above 0.
+        ConfigError: An argument is not above 0.
 
     >>> synchronous_rate(0.045, workers=100)
     4.5
@@ -32,7 +32,7 @@ def synchronous_rate(base: float, workers: int) -> float:
 
 
 def asynchronous_rate(base: float, workers: int) -> float:
-    """base / n: the rate for ``workers`` workers that never wait for each other.
+    """Return base / n, the rate for ``workers`` workers that never wait for each other.
 
     A gradient is then about n − 1 updates old, and stability depends on the product of rate and
     age. (The paper's own rate for asynchronous training, 0.045, was found with all workers running
@@ -43,7 +43,7 @@ def asynchronous_rate(base: float, workers: int) -> float:
         workers: n.
 
     Raises:
-        ConfigError: They are not above 0.
+        ConfigError: An argument is not above 0.
 
     >>> asynchronous_rate(0.1, workers=4)
     0.025
@@ -54,7 +54,7 @@ def asynchronous_rate(base: float, workers: int) -> float:
 
 
 def stale_rate(staleness: int) -> float:
-    """sin(π / (4s + 2)): the factor for a learning rate when updates are s steps late.
+    """Return sin(π / (4s + 2)), the factor for a learning rate when updates are s steps late.
 
     The highest stable rate of gradient descent on a quadratic shrinks by this factor: to a half
     with s = 1, to 0.31 with s = 2, to about 0.8/s for larger s.
@@ -76,7 +76,7 @@ def stale_rate(staleness: int) -> float:
 def decayed_rate(
     initial: float, *, step: int, batches_per_epoch: float, workers: int = 1, decay: float = 0.94
 ) -> float:
-    """γ₀ β^(tN/(2T)): multiplied by ``decay`` after every two passes over the data.
+    """Return γ₀ β^(tN/(2T)): multiplied by ``decay`` after every two passes over the data.
 
     Args:
         initial: γ₀.

@@ -1,7 +1,7 @@
 """The layout of the memory that the processes of one machine share. Pure.
 
-All tensors of a model lie together, its weights. A slot holds a gradient of each trained tensor;
-before the gradients it has a word with the form of each, the optimizer's settings, and the
+All tensors of a model are stored together as its weights. A slot holds a gradient of each trained
+tensor. Before the gradients it has a word with the form of each, the optimizer's settings, and the
 version of the weights from which they were computed.
 """
 
@@ -26,7 +26,7 @@ class SharedTensor:
     shape: tuple[int, ...]
     dtype: str
     item_bytes: int
-    group: int = FROZEN  # of the optimizer; FROZEN: shared, but without a gradient
+    group: int = FROZEN  # of the optimizer; FROZEN: no gradient
     in_rows: bool = False
 
     @property
@@ -54,7 +54,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """Places in bytes: of tensors within the weights, and of gradients within a slot."""
+    """Offsets in bytes: of tensors within the weights, and of gradients within a slot."""
 
     tensors: tuple[SharedTensor, ...]
     weights_at: tuple[int, ...]
@@ -93,7 +93,7 @@ class SegmentPlan:
         )
 
     def places(self) -> list[tuple[int, int, int, int, int, int, bool]]:
-        """What ``_native.Update`` needs to know of each gradient."""
+        """Return the description of each gradient that ``_native.Update`` takes."""
         return [
             (
                 self.weights_at[gradient.tensor],
@@ -109,7 +109,7 @@ class SegmentPlan:
 
 
 class Ledger:
-    """Places one after the other, each at a multiple of its unit."""
+    """Offsets assigned one after the other, each a multiple of its unit."""
 
     def __init__(self) -> None:
         self._end = 0
@@ -143,11 +143,11 @@ SET = (
 
 
 def settings_vector(optimizer: str, settings: dict[str, object]) -> list[float]:
-    """One group's settings in the order of its rule."""
-    told = dict(settings)
-    betas = told.pop("betas", None)
+    """Return one group's settings in the order of its rule."""
+    values = dict(settings)
+    betas = values.pop("betas", None)
     if isinstance(betas, Iterable):
-        told["beta1"], told["beta2"] = betas
-    told["decoupled"] = optimizer == "AdamW" or bool(told.get("decoupled_weight_decay"))
-    numbers = [float(told.get(name) or 0.0) for name in _READ[RULES[optimizer]]]  # type: ignore[arg-type]
+        values["beta1"], values["beta2"] = betas
+    values["decoupled"] = optimizer == "AdamW" or bool(values.get("decoupled_weight_decay"))
+    numbers = [float(values.get(name) or 0.0) for name in _READ[RULES[optimizer]]]  # type: ignore[arg-type]
     return numbers + [0.0] * (SETTINGS - len(numbers))

@@ -13,7 +13,7 @@ WORTH_CHANGING = 0.2  # relative change of bandwidth or step time before p is re
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """γ steps per second of a worker, a model of m bytes, n workers, and links of B bytes/s."""
+    """The load of links: γ steps/s of a worker, a model of m bytes, n workers, B bytes/s a link."""
 
     steps_s: float
     model_bytes: float
@@ -26,15 +26,15 @@ class Load:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give a number above 0")
 
     def used_bytes_s(self, partitions: int) -> float:
-        """γ·m·(n − 1) / p: the load of a worker's link, each way."""
+        """Return γ·m·(n − 1) / p, the load of a worker's link, each way."""
         return self.steps_s * self.model_bytes * (self.workers - 1) / partitions
 
     def partitions(self) -> int:
-        """p = ⌈γ·m·(n − 1) / (0.9·B)⌉: the fewest with which the link is not overloaded."""
+        """Return p = ⌈γ·m·(n − 1) / (0.9·B)⌉, the fewest with which the link is not overloaded."""
         return max(1, math.ceil(self.used_bytes_s(1) / (FULL * self.bytes_s)))
 
     def differs(self, other: Load) -> bool:
-        """Whether p should be recomputed: the number of workers changed, or a rate by a fifth."""
+        """Return whether p should be recomputed: the number of workers or a rate has changed."""
         if self.workers != other.workers:
             return True
         pairs = ((self.steps_s, other.steps_s), (self.bytes_s, other.bytes_s))

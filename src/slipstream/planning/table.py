@@ -38,7 +38,7 @@ class Totals:
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up of the exchange alone, against all dense."""
+        """The speed-up of the exchange alone, against all dense."""
         if not self.seconds or self.dense_seconds is None:
             return None
         return self.dense_seconds / self.seconds
@@ -52,7 +52,7 @@ def tabulate(
     shapes: Mapping[str, LayerShape],
     speeds: Speeds | None,
 ) -> list[Row]:
-    """``schemes[i]`` and ``ways[i]`` are those of tensor i on its dense route."""
+    """Return rows for layers and tensors; ``schemes[i]``, ``ways[i]`` are tensor i's, dense."""
     rows: list[Row] = []
     done: set[str] = set()
     for spec, scheme, way in zip(specs, schemes, ways, strict=True):
@@ -68,22 +68,22 @@ def tabulate(
 
 
 def _tensor_row(spec: Spec, scheme: str, way: Ways, speeds: Speeds | None) -> Row:
-    moved, dense = (_cost(each, spec.nbytes, speeds) for each in (way, way.plain))
+    costs, dense = (_cost(each, spec.nbytes, speeds) for each in (way, way.plain))
     why = spec.obstacle or ("a buffer" if spec.role == "buffer" else "no compact form")
-    return Row(spec.name, spec.shape, scheme, *moved, *dense, why, way.every)
+    return Row(spec.name, spec.shape, scheme, *costs, *dense, why, way.every)
 
 
 def _layer_row(
     shape: LayerShape, scheme: str, way: Ways, verdict: Verdict, speeds: Speeds | None
 ) -> Row:
-    moved, dense = (_cost(each, shape.dense_bytes, speeds) for each in (way, way.plain))
+    costs, dense = (_cost(each, shape.dense_bytes, speeds) for each in (way, way.plain))
     if verdict.compact:
-        scheme, moved = f"{shape.form}/{verdict.place}", (verdict.link_bytes, verdict.seconds)
-    return Row(shape.name, (shape.outputs, shape.inputs), scheme, *moved, *dense, verdict.why)
+        scheme, costs = f"{shape.form}/{verdict.place}", (verdict.link_bytes, verdict.seconds)
+    return Row(shape.name, (shape.outputs, shape.inputs), scheme, *costs, *dense, verdict.why)
 
 
 def _cost(way: Ways, nbytes: float, speeds: Speeds | None) -> tuple[float, float | None]:
-    """The bytes and the time of a tensor's dense route."""
+    """Return the bytes and the time of a tensor's dense route."""
     seconds = None if speeds is None else way.dense_seconds(nbytes, speeds)
     return way.dense_bytes(nbytes), seconds
 
@@ -100,7 +100,7 @@ def total(rows: Sequence[Row]) -> Totals:
 
 
 def as_text(rows: Sequence[Row], link: str = "a worker's link") -> str:
-    """Columns for a terminal, and their totals. ``link`` says whose traffic it is."""
+    """Format rows as columns for a terminal, with totals; ``link`` names the link in the totals."""
     heads = ("layer", "shape", "scheme", "each way", "ms", "why")
     cells = [heads, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
@@ -116,25 +116,25 @@ def as_text(rows: Sequence[Row], link: str = "a worker's link") -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     shape, name = " x ".join(str(size) for size in row.shape), printable(row.name)
-    moved = human_bytes(row.link_bytes)
-    return (name, shape, row.scheme, moved, _ms(row.seconds), row.why)
+    nbytes = human_bytes(row.link_bytes)
+    return (name, shape, row.scheme, nbytes, _ms(row.seconds), row.why)
 
 
 def _sums(sums: Totals, link: str) -> str:
-    said = (
+    text = (
         f"a step moves {human_bytes(sums.link_bytes)} over {link} each way; "
         f"all dense: {human_bytes(sums.dense_link_bytes)}"
     )
     if sums.seconds is not None and sums.dense_seconds is not None and sums.speedup is not None:
-        said += (
+        text += (
             f"\nexchange predicted at {_ms(sums.seconds)} ms; all dense: "
             f"{_ms(sums.dense_seconds)} ms ({sums.speedup:.1f} times as long)"
         )
-    return said
+    return text
 
 
 def _spread(rows: Sequence[Row]) -> str:
-    """Where tensors are not exchanged in every step: what an exchange of each takes."""
+    """Return a line on the size of one exchange, if tensors are not exchanged in every step."""
     every = max((row.every for row in rows), default=1)
     if every == 1:
         return ""
@@ -149,7 +149,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def as_tables(tables: Sequence[str]) -> str:
-    """Several pairs' tables, each under the number of its pair; one table is unchanged."""
+    """Join several pairs' tables, each under the number of its pair; one table is unchanged."""
     if len(tables) == 1:
         return tables[0]
     return "\n\n".join(f"pair {number}\n{table}" for number, table in enumerate(tables))

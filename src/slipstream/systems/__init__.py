@@ -58,8 +58,7 @@ def parse(text: str, *, parts: Sequence[str] = ()) -> Strategy:
         parts: The modules that may be imported for parts of your own that the JSON names.
 
     Returns:
-        The strategy.
-
+        The system's strategy, or the one in the JSON.
     Raises:
         UnknownStrategy: There is no such system, or it does not take these arguments.
         ConfigError: An argument's value is invalid.
@@ -90,13 +89,13 @@ def parse(text: str, *, parts: Sequence[str] = ()) -> Strategy:
 
 
 def call_of(strategy: Strategy) -> str:
-    """A strategy's name, with the argument that moves the update to servers, for messages.
+    """Return a strategy's name, with the argument that moves the update to servers, for messages.
 
     >>> call_of(push_pull(update="server")), call_of(async_sgd())
     ('push_pull(update="server")', 'async_sgd')
     """
-    moved = strategy.name == "push_pull" and strategy.rounds.update.holder_applies
-    return 'push_pull(update="server")' if moved else strategy.name
+    at_server = strategy.name == "push_pull" and strategy.rounds.update.holder_applies
+    return 'push_pull(update="server")' if at_server else strategy.name
 
 
 def is_json(text: str) -> bool:
@@ -105,7 +104,7 @@ def is_json(text: str) -> bool:
 
 
 def read_call(text: str) -> tuple[str, dict[str, object]]:
-    """The name and the literal keyword arguments of a call."""
+    """Return the name and the literal keyword arguments of a call."""
     malformed = UnknownStrategy(
         f"cannot read strategy {text!r}: write NAME or NAME(key=value, …) with literal values "
         "(text in quotes)"
@@ -119,7 +118,7 @@ def read_call(text: str) -> tuple[str, dict[str, object]]:
         pairs = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in node.keywords]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
         raise malformed from error
-    named = {key: value for key, value in pairs if key is not None}
-    if len(named) < len(pairs):  # given twice, or as **{…}
+    arguments = {key: value for key, value in pairs if key is not None}
+    if len(arguments) < len(pairs):  # given twice, or as **{…}
         raise malformed
-    return node.func.id, named
+    return node.func.id, arguments

@@ -6,6 +6,10 @@
   its matrix to all workers: the imbalance that Poseidon's figure 10 shows.
 - Consistency: rounds of all n workers.
 - When: as each layer's backward ends.
+
+References:
+    Chilimbi, Suzue, Apacible and Kalyanaraman: Project Adam: Building an Efficient and Scalable
+    Deep Learning Training System (2014).
 """
 
 from __future__ import annotations
@@ -19,9 +23,6 @@ from slipstream.topologies import Sharded
 
 def adam_factors() -> Strategy:
     """Send factors to the layer's server, and the gradient matrix back.
-
-    Returns:
-        The strategy.
 
     >>> [route.scheme for route in adam_factors().rounds.routes.routes()]
     ['factors/sharded', 'dense/sharded']

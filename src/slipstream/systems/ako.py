@@ -6,7 +6,8 @@
 - What is sent: the t-th time, worker j sends peer i partition (i − j + t) mod p of the updates that
   have accumulated for that peer, and sets that partition to zero. With ``schedule="same"``
   every peer gets partition (j + t) mod p, which needs one accumulator instead of min(p, n − 1).
-- When: after a step, if the partition before has left; else updates accumulate (merging sender).
+- When: after a step, if the partition before has been sent; else updates accumulate (merging
+  sender).
 - Update: at the worker. It applies its own update at once, those of peers as they arrive.
 
     uⱼ = F(Wⱼ, gⱼ) − Wⱼ;  Wⱼ ← Wⱼ + c·uⱼ;  aᵢ ← aᵢ + c·uⱼ for every peer i     F its optimizer
@@ -19,6 +20,10 @@ which breaks when p changes or a partition is skipped. Its line 9 gives a peer t
 for ever, line 8 applies a worker's own gradient twice, and line 3 lets a worker wait for itself. We
 send the optimizer's update, so momentum and Adam work, each worker with its own state; c is
 1/n, so that a learning rate has its usual meaning.
+
+References:
+    Watcharapichat, Lopez Morales, Castro Fernandez and Pietzuch: Ako: Decentralised Deep Learning
+    with Partial Gradient Exchange (2016).
 """
 
 from __future__ import annotations
@@ -43,10 +48,10 @@ def ako(
     warm_steps: int = 0,
     delta: Delta | None = None,
 ) -> Strategy:
-    """Partial exchange of updates between all workers.
+    """Exchange updates in partitions between all workers, without servers.
 
     Args:
-        partitions: p, or "auto": the fewest with which links are not overloaded, recomputed as
+        partitions: p, or "auto": the fewest with which links are not overloaded, recomputed when
             links and workers change.
         staleness: τ; by default four steps for each worker.
         schedule: "rotate", or "same": all peers get the same partition at a time.
@@ -55,9 +60,6 @@ def ako(
             updates.
         warm_steps: Reach this growth linearly within so many steps.
         delta: Hold back entries of a partition up to this value; "90%": the smallest 90%.
-
-    Returns:
-        The strategy.
 
     Raises:
         ConfigError: A value is invalid.

@@ -15,16 +15,13 @@ from slipstream.topologies import Mesh
 
 
 def all_to_all(*, wire: Wire = "same") -> Strategy:
-    """Dense gradients over the peer mesh.
+    """Send dense gradients over the peer mesh.
 
     Args:
         wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
 
-    Returns:
-        The strategy.
-
     Raises:
-        ConfigError: ``wire`` is no such precision.
+        ConfigError: ``wire`` is unknown.
 
     >>> all_to_all(wire="bfloat16").rounds.routes.route.scheme
     'dense-bfloat16/mesh'

@@ -7,6 +7,9 @@
 - What is sent: dense gradients, 2·(n−1)/n of the model each way. Buffers such as batch-norm
   statistics are sent directly between workers: few bytes, and none while they do not change.
 - When: as each layer's backward ends.
+
+References:
+    Patarasuk and Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations (2009).
 """
 
 from __future__ import annotations
@@ -32,18 +35,15 @@ def allreduce(
     bucket_bytes: int = BUCKET_BYTES,
     hierarchical: bool = True,
 ) -> Strategy:
-    """Collective all-reduce, wait-free by default.
+    """Sum gradients by collective all-reduce, wait-free by default.
 
     Args:
-        overlap: Whether a layer's gradient leaves when its backward ends; else after all layers'.
+        overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The format of gradients on the wire, both ways: see ``routes_for``; "same" is exact.
         bucket_bytes: The largest part of a gradient that one all-reduce sums.
-        hierarchical: Where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first, and one of them takes part for all (on GPUs NCCL has levels
-            of its own).
-
-    Returns:
-        The strategy.
+        hierarchical: If several workers share a host, and there are several hosts, the workers of a
+            host aggregate first, and one of them takes part for all (on GPUs NCCL has levels of its
+            own).
 
     Raises:
         ConfigError: A value is invalid.

@@ -8,6 +8,9 @@
 
 n workers apply n gradients in the time of one synchronous round: settings that are stable there may
 diverge here. Divide the learning rate by n and keep momentum near 0.
+
+References:
+    Dean and others: Large Scale Distributed Deep Networks (2012).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from slipstream.consistency import Asynchronous, ByAge, Consistency, Constant, L
 from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
-from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.push_pull import applied_at, schedule_for
 from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
 
@@ -43,9 +46,6 @@ def async_sgd(
         wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
 
-    Returns:
-        The strategy.
-
     Raises:
         ConfigError: A value is invalid.
 
@@ -58,7 +58,7 @@ def async_sgd(
             routes_for(wire, Sharded()),
             Consistency(Asynchronous(ramp_up), Lag(0), ByAge() if lr_by_staleness else Constant()),
             applied_at("server", averaged, clip_norm),
-            order_of_leaving(overlap and clip_norm is None, "server"),
+            schedule_for(overlap and clip_norm is None, "server"),
             chunk_bytes,
         ),
     )

@@ -1,7 +1,7 @@
 """Synchronous SGD with backup workers (Chen and others, 2016): the first N of N + b make a round.
 
-- Topology: sharded servers, chunks dealt evenly; with ``hierarchical=True`` workers of one host
-  aggregate first, and "worker" below reads "host".
+- Topology: sharded servers, chunks dealt evenly. With ``hierarchical=True`` workers of one host
+  aggregate first, and "worker" below means "host".
 - Consistency: round t is the mean of the first N gradients of round t to arrive, the same N at
   every shard. The other gradients are dropped and counted. A late worker gets the current weights
   and joins the open round. No gradient is ever stale.
@@ -10,8 +10,11 @@
 
     ḡᵗ = (1/N) Σ over the first N of gᵢᵗ,   θᵗ⁺¹ = F(θᵗ, ḡᵗ),   θ̄ ← α θ̄ + (1 − α) θᵗ⁺¹
 
-The paper leaves open whether servers agree on the N. Here they do: if shards dropped different
-workers, training on data that is not dealt at random would suffer.
+Deviations: the paper leaves open whether servers agree on the N. Here they do: if shards dropped
+different workers, training on data that is not dealt at random would suffer.
+
+References:
+    Chen, Pan, Monga, Bengio and Jozefowicz: Revisiting Distributed Synchronous SGD (2016).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from slipstream.errors import UnknownStrategy
 from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
-from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.push_pull import applied_at, schedule_for
 from slipstream.systems.wires import Wire, routes_for, with_levels
 from slipstream.topologies import Sharded
 
@@ -43,7 +46,7 @@ def backup_workers(
     """Close each round with the first N gradients.
 
     Args:
-        first: N; "auto", and the default without ``backup``, finds it during the run.
+        first: N; "auto", which is the default without ``backup``, chooses it during the run.
         backup: How many workers a round does not wait for: N is all workers but these.
         close_after_s: Also close a round after so many seconds with the gradients that have
             arrived; without ``first`` and ``backup`` it waits for all until then.
@@ -53,12 +56,9 @@ def backup_workers(
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-        hierarchical: Where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first, and one stream per host crosses the network. Then hosts are
-            what ``first``, ``backup`` and ``min_first`` count.
-
-    Returns:
-        The strategy.
+        hierarchical: If several workers share a host, and there are several hosts, the workers of a
+            host aggregate first, and one stream per host crosses the network. Then ``first``,
+            ``backup`` and ``min_first`` count hosts.
 
     Raises:
         ConfigError: A value is invalid.
@@ -81,7 +81,7 @@ def backup_workers(
             routes_for(wire, with_levels(hierarchical, Sharded())),
             Consistency(admit),
             applied_at("server", averaged),
-            order_of_leaving(overlap, "server"),
+            schedule_for(overlap, "server"),
             chunk_bytes,
         ),
     )

@@ -7,8 +7,12 @@
 - What is sent: dense gradients up, new weights down: the user's optimizer runs at the shards.
 - When: as each layer's backward ends.
 
-Workers do not wait for one that is slow now and then; one that is always slow slows down all. The
-learning rate has to decrease as s grows: rates that are stable with s = 0 may diverge.
+Workers do not wait for one that is slow now and then; one that is always slow slows down all
+workers. The learning rate has to decrease as s grows: rates that are stable with s = 0 may diverge.
+
+References:
+    Ho and others: More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server
+    (2013).
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from slipstream.consistency import Consistency, Lag, StaleSynchronous
 from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
-from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.push_pull import applied_at, schedule_for
 from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
 
@@ -30,7 +34,7 @@ def bounded_staleness(
     wire: Wire = "same",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Strategy:
-    """Dense push-pull in which no worker computes with weights older than ``s`` clocks.
+    """Push and pull dense gradients; no worker computes with weights older than ``s`` clocks.
 
     Args:
         s: The staleness bound; 0 is synchronous.
@@ -39,9 +43,6 @@ def bounded_staleness(
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-
-    Returns:
-        The strategy.
 
     Raises:
         ConfigError: A value is invalid.
@@ -55,7 +56,7 @@ def bounded_staleness(
             routes_for(wire, Sharded()),
             Consistency(StaleSynchronous(), Lag(s)),
             applied_at("server", averaged),
-            order_of_leaving(overlap, "server"),
+            schedule_for(overlap, "server"),
             chunk_bytes,
         ),
     )

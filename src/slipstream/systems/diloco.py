@@ -1,18 +1,25 @@
 """DiLoCo (Douillard and others, 2023; streaming form 2025): many local steps for one exchange.
 
-- Topology: every worker holds every tensor, and collectives make the rounds; with few bits per
-  value every worker holds a share, and rounds of the first N use sharded servers.
+- Topology: every worker holds every tensor, and collectives make the rounds. With few bits per
+  value every worker holds a share; rounds of the first N use sharded servers.
 - Consistency: outer rounds of all n workers; with ``first=N`` of the first N.
-- What travels: worker i's outer gradient, the distance it has moved in H steps of the user's
-  optimizer.
+- What is sent: worker i's outer gradient, the distance that its weights moved in H steps of the
+  user's optimizer.
 - When: after every H-th step; in F fragments, one every H / F steps, merged τ steps later.
 
     Δᵢ = θ − θᵢ;   v ← μ v + mean Δᵢ;   θ ← θ − η (mean Δᵢ + μ v);   θᵢ ← α θᵢ + (1 − α) θ
 
-The inner optimizer's state stays with its worker. We deviate: what a codec has not sent yet waits
-in a residual, which is taken out of θᵢ when it merges, so that no part of a step counts twice; with
-``first=N`` what a late worker sent returns to its residual, and counts in its next round. A round
-of workers whose Δᵢ cover sᵢ blocks of H steps is Σ Δᵢ / Σ sᵢ: every local step counts alike.
+The inner optimizer's state stays with its worker. Deviations: what a codec has not sent yet waits
+in a residual, which is subtracted from θᵢ when it merges, so that no part of a step counts twice.
+With ``first=N`` what a late worker sent returns to its residual, and counts in its next round. A
+round of workers whose Δᵢ cover sᵢ blocks of H steps is Σ Δᵢ / Σ sᵢ, so that every local step counts
+the same.
+
+References:
+    Stich: Local SGD Converges Fast and Communicates Little (2019).
+    Douillard and others: DiLoCo: Distributed Low-Communication Training of Language Models (2023).
+    Douillard and others: Streaming DiLoCo with Overlapping Communication: Towards a Distributed
+    Free Lunch (2025).
 """
 
 from __future__ import annotations
@@ -55,45 +62,42 @@ def diloco(
     first: int | None = None,
     hierarchical: bool = False,
 ) -> Strategy:
-    """Local steps, and an outer optimizer with Nesterov momentum.
+    """Make local steps, and apply outer gradients with Nesterov momentum.
 
     The defaults are the paper's, for hundreds of steps between rounds of a long run. With few steps
     (we measured up to 16) and an adaptive inner optimizer they overshoot: an outer step grows from
-    η (1 + μ) to η / (1 − μ) = 7 times the mean distance. There take ``local_sgd``, or a small μ and
-    η = 1 − μ, such as ``lr=0.7, momentum=0.3``.
+    η (1 + μ) to η / (1 − μ) = 7 times the mean distance. In that case take ``local_sgd``, or a
+    small μ and η = 1 − μ, such as ``lr=0.7, momentum=0.3``.
 
     Args:
         every: H, the number of local steps between two rounds of a tensor.
         lr: η, the outer learning rate.
         momentum: μ, the outer momentum.
-        fragments: F, into how many parts the model is cut, each with rounds of its own.
-        overlap_steps: τ, how many steps a worker makes while its outer gradient is under way.
-        mix: α, how much of its own weights a worker keeps when it merges; by default 0.5 where
-            steps overlap, and else 0.
+        fragments: F, the number of parts of the model, each with rounds of its own.
+        overlap_steps: τ, the steps that a worker makes while its outer gradient is being exchanged.
+        mix: α, how much of its own weights a worker keeps when it merges; by default 0.5 if steps
+            overlap, else 0.
         wire: The form of outer gradients on the wire: see ``routes_for``; "same" is exact.
         first: N; a round closes with the first N outer gradients. The outer optimizer then runs at
             the servers.
-        hierarchical: Where several workers share a host, and there are several hosts, the workers
-            of a host average their outer gradients first, and one stream per host crosses the
-            network; ``first`` then counts hosts.
-
-    Returns:
-        The strategy.
+        hierarchical: If several workers share a host, and there are several hosts, the workers of a
+            host average their outer gradients first, and one stream per host crosses the network;
+            ``first`` then counts hosts.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> diloco(every=100, fragments=4, overlap_steps=5).rounds.update.inner.mix
     0.5
     """
-    kept = (0.5 if overlap_steps else 0.0) if mix is None else mix
+    share = (0.5 if overlap_steps else 0.0) if mix is None else mix
     return Strategy(
         "diloco",
         Rounds(
             outer_routes(wire, first, hierarchical),
             Consistency(All() if first is None else FirstOf(first)),
             Update(
-                LocalSteps(every, fragments, overlap_steps, kept),
+                LocalSteps(every, fragments, overlap_steps, share),
                 Nesterov(lr, momentum, at="worker" if first is None else "server"),
             ),
             AfterBackward(),
@@ -105,22 +109,19 @@ def diloco(
 def local_sgd(
     *, every: int = 8, wire: Wire = "same", first: int | None = None, hierarchical: bool = False
 ) -> Strategy:
-    """Local steps, after which all workers go on from the mean of their weights.
+    """Make local steps, after which all workers continue from the mean of their weights.
 
-    The first choice where rounds are few steps apart. With ``wire="int4"``, ``every=2`` sends 14
-    times fewer bytes than an all-reduce every step, and ``every=4`` 28 times.
+    This is the first choice if rounds are few steps apart. With ``wire="int4"``, ``every=2`` sends
+    14 times fewer bytes than an all-reduce every step, and ``every=4`` 28 times.
 
     Args:
         every: H, the number of local steps between two means.
         wire: The form of outer gradients on the wire: see ``routes_for``; "same" is exact.
         first: N; a mean is taken of the first N workers.
-        hierarchical: Whether workers of one host average first: see ``diloco``.
-
-    Returns:
-        The strategy.
+        hierarchical: Let workers of one host average first: see ``diloco``.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     >>> local_sgd(every=4).rounds.update.outer
     Nesterov(lr=1.0, momentum=0.0, at='worker')
@@ -132,7 +133,7 @@ def local_sgd(
 
 
 def outer_routes(wire: Wire, first: int | None, hierarchical: bool) -> AnyPolicy:
-    """Collectives where values are plain and all workers take part; else links.
+    """Return collective routes if values are plain and all workers take part; else links.
 
     With ``first``, every entry is sent by a codec with a residual, to which it returns if the round
     drops it.

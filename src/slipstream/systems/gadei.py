@@ -19,6 +19,10 @@ a new learner replaces it. When the server dies, a new one continues from the la
 Deviations: the paper's server takes a lock for each learner's buffer; ours uses counters with one
 writer each (``verify/ring.pml`` is a model of it). The paper's learners are GPUs and pull weights;
 ours on a CPU read them in place.
+
+References:
+    Zhang, Feng, Zheng and others: GaDei: On Scale-up Training As A Service For Deep Learning
+    (2016).
 """
 
 from __future__ import annotations
@@ -38,18 +42,15 @@ def gadei(
     checkpoints: str | os.PathLike[str] | None = None,
     every_s: float = 30.0,
 ) -> Strategy:
-    """Learners that share memory, under ``slipstream run --workers N``.
+    """Train learners on weights in shared memory, under ``slipstream run --workers N``.
 
     Args:
-        apply: Who updates weights: a "server" process, or every learner by itself ("direct").
-        consistent: Whether a learner computes on a consistent copy of the weights.
-        slots: How many gradients of a learner may wait to be applied.
+        apply: The process that updates weights: a "server", or every learner by itself ("direct").
+        consistent: Let a learner compute on a consistent copy of the weights.
+        slots: The most gradients of a learner that wait to be applied.
         checkpoints: A directory for checkpoints, from which a job continues; by
             default they are removed with the job.
         every_s: Seconds between checkpoints.
-
-    Returns:
-        The strategy.
 
     Raises:
         ConfigError: A value is invalid.

@@ -2,19 +2,21 @@
 
 - Topology: sharded servers, chunks dealt evenly.
 - Consistency: the first K gradients to arrive make an update, the same K at every shard. Their
-  workers continue with the new weights; the others compute on, and their gradients count in a later
-  update. No gradient is dropped, and a gradient that took long is stale; ``job.stats`` reports how
-  stale. K = 1 is ``async_sgd``; with K of all workers no gradient is stale.
+    workers continue with the new weights. The other workers continue their steps, and their
+    gradients count in a later update. No gradient is dropped; one that took long is stale, and
+    ``job.stats`` reports how stale. K = 1 is ``async_sgd``; with K of all workers no gradient is
+    stale.
 - What is sent: dense gradients up, new weights down: the user's optimizer runs at the shards.
 - When: as each layer's backward ends; or after it, where the whole gradient is clipped first.
 
     wʲ⁺¹ = wʲ − (η/K) Σ over the first K of g(w^τ(l,j), ξ(l,j)),   τ(l,j) ≤ j
 
-τ(l,j) counts the updates in the weights that worker l computed on. The paper has one server; here
-server 0 decides for all shards. The paper also studies an η that falls with staleness; here an
+τ(l,j) counts the updates in the weights that worker l used. Deviations: the paper has one server;
+here server 0 decides for all shards. The paper also studies an η that falls with staleness; here an
 update takes η and other settings from the worker with the newest of its gradients.
 
 References:
+    Dutta, Joshi, Ghosh, Dube and Nagpurkar:
     Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in Distributed SGD.
     AISTATS 2018, https://arxiv.org/abs/1803.01113
 """
@@ -25,7 +27,7 @@ from slipstream.consistency import Consistency, KAsync
 from slipstream.methods import Rounds
 from slipstream.planning.layout import CHUNK_BYTES
 from slipstream.strategy import Strategy
-from slipstream.systems.push_pull import applied_at, order_of_leaving
+from slipstream.systems.push_pull import applied_at, schedule_for
 from slipstream.systems.wires import Wire, routes_for
 from slipstream.topologies import Sharded
 
@@ -50,9 +52,6 @@ def k_async(
         wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         chunk_bytes: The largest part of a tensor that is sent as one message.
 
-    Returns:
-        The strategy.
-
     Raises:
         ConfigError: A value is invalid.
 
@@ -65,7 +64,7 @@ def k_async(
             routes_for(wire, Sharded()),
             Consistency(KAsync(k)),
             applied_at("server", averaged, clip_norm),
-            order_of_leaving(overlap and clip_norm is None, "server"),
+            schedule_for(overlap and clip_norm is None, "server"),
             chunk_bytes,
         ),
     )

@@ -15,9 +15,13 @@ The quantisation error is added to the next gradient, at each worker and again a
 
 q gives each value the mean of all values with its sign, with 0 as the threshold between them.
 
-CNTK takes these means column by column, we over a segment: a tensor's part in one chunk. It
-aggregates among the workers themselves, each for its stripe; our stripes are the shards.
+Deviations: CNTK takes these means column by column, we over a segment: a tensor's part in one
+chunk. It aggregates among the workers themselves, each for its stripe; our stripes are the shards.
 Checkpoints contain the residuals.
+
+References:
+    Seide, Fu, Droppo, Li and Yu: 1-bit Stochastic Gradient Descent and its Application to
+    Data-parallel Distributed Training of Speech DNNs (2014).
 """
 
 from __future__ import annotations
@@ -37,9 +41,6 @@ def one_bit(*, chunk_bytes: int = CHUNK_BYTES) -> Strategy:
 
     Args:
         chunk_bytes: The largest part of a tensor that is sent as one message.
-
-    Returns:
-        The strategy.
 
     Raises:
         ConfigError: ``chunk_bytes`` is invalid.

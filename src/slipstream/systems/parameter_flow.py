@@ -19,6 +19,10 @@ Deviations: U is the mean, not the sum, so that learning rates have their usual 
 (``decay="root"`` selects it). A shard's δ̄ is δ/√n: the mean of n updates is that much smaller, and
 the same bound both ways would hold back most of what workers sent. Servers keep no
 copy of the weights: every worker that applies every U has them.
+
+References:
+    Future Network Theory Lab, Huawei Research: Improving Network Performance for Distributed
+    Machine Learning in Commodity Clusters with Parameter Flow.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ from slipstream.updates import Add, Update, UserOptimizer, UserSteps
 Delta = float | str | Drop
 Payload = Literal["gradient", "update"]
 SMALLEST = 1024  # values; filtering smaller tensors gains nothing
-BLOCK_BYTES = 512 * 1024  # of a chunk before it is filtered: a relay forwards whole blocks
-TYPICAL_BLOCKS = 32  # per shard: decides how much filling the pipeline costs
+BLOCK_BYTES = 512 * 1024  # of a chunk before it is filtered: a worker forwards whole blocks
+TYPICAL_BLOCKS = 32  # per shard, to predict the cost of filling the pipeline
 
 
 def parameter_flow(
@@ -71,13 +75,13 @@ def parameter_flow(
     chunk_bytes: int = BLOCK_BYTES,
     hierarchical: bool = False,
 ) -> Strategy:
-    """Filtered updates up, filtered means down.
+    """Send filtered updates up and filtered means down.
 
     Args:
         delta: Hold back entries up to this value, or a share of them ("90%"), or either by name
             ({"fc*": "95%", "*": 1e-4}; tensors that match no pattern are sent dense).
         decay: How the bound changes: "rate" with the learning rate, "root" with 1/√t, "constant".
-        staleness: How many clocks a worker may run ahead (s).
+        staleness: s, the number of clocks that a worker may run ahead.
         tree: "star", a topology file (see ``slipstream plan-tree``), or a ``Tree``.
         codec: "float32", "bfloat16", "int8", "int4"; "+snappy", "+lz4" or "+zstd" compresses.
         broadcast_delta: The same as ``delta`` for results; by default δ/√n.
@@ -88,9 +92,6 @@ def parameter_flow(
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
         chunk_bytes: The largest part of a tensor that is sent as one message.
         hierarchical: Workers of a host aggregate first; then none may be lost.
-
-    Returns:
-        The strategy.
 
     Raises:
         ConfigError: A value is invalid, or the topology file cannot be read.
@@ -104,8 +105,10 @@ def parameter_flow(
     select = selector(decay, congested_delta, congested_below)
     filtered = msgspec.structs.replace(filter_as(codec), select=select)
     patterns = delta if isinstance(delta, Mapping) else {"*": delta}
-    roads = {p: filtered_route(topology, filtered, d, broadcast_delta) for p, d in patterns.items()}
-    rules = tuple(Rule(Large(SMALLEST, pattern=p), road) for p, road in roads.items())
+    routes = {
+        p: filtered_route(topology, filtered, d, broadcast_delta) for p, d in patterns.items()
+    }
+    rules = tuple(Rule(Large(SMALLEST, pattern=p), route) for p, route in routes.items())
     steps = payload == "update"
     return Strategy(
         "parameter_flow",
@@ -120,18 +123,18 @@ def parameter_flow(
 
 
 def levels_of(topology: AnyTopology, hierarchical: bool) -> AnyTopology:
-    """The topology, with two levels if asked for."""
+    """Return the topology, with two levels if requested."""
     if isinstance(topology, Sharded):
         return with_levels(hierarchical, topology)
     if hierarchical:
-        raise ConfigError("hierarchical=True: results come along trees of workers; use tree='star'")
+        raise ConfigError("hierarchical=True: workers forward results along trees; use tree='star'")
     return topology
 
 
 def selector(
     decay: Decay, congested_delta: Delta | None, congested_below: str | float | None
 ) -> Above:
-    """A filter's rule without its bound, which differs by tensor."""
+    """Return a filter's rule without its bound, which differs by tensor."""
     if congested_delta is None and congested_below is None:
         return Above(decay=decay)
     if congested_delta is None or congested_below is None:
@@ -143,7 +146,7 @@ def selector(
 def filtered_route(
     topology: AnyTopology, filtered: Filter, delta: Delta, broadcast_delta: Delta | None
 ) -> Route:
-    """A route with ``filtered`` both ways, with these bounds."""
+    """Return a route with ``filtered`` both ways, with these bounds."""
 
     def bounded(delta: Delta, *, of_mean: bool) -> Filter:
         replace = msgspec.structs.replace
@@ -167,8 +170,7 @@ def consistency_for(
 
 
 def topology_of(tree: str | Tree, block_bytes: int) -> AnyTopology:
-    """The given topology, or the one with the shortest predicted time on a topology file's
-    network."""
+    """Return the given topology, or the one that a topology file's network suits best."""
     if isinstance(tree, Tree):
         return tree
     if tree == "star":

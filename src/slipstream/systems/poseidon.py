@@ -1,14 +1,18 @@
 """Poseidon (Zhang and others, 2017): each layer by its cheapest route, as its backward ends.
 
-- What travels: a fully connected layer's sufficient factors (X and dY) from peer to peer where that
-  is cheaper than its dense gradient, an embedding's touched rows likewise; everything else dense.
-- Dense roads: collectives; or sharded servers where dedicated ones make that cheaper, and wherever
-  the paper's own rule (``choose="bytes"``) is asked for. With few bits (``wire="int8"``,
-  ``"int4"``) workers that hold shares take the place of collectives, which sum plain values.
-- Chosen for every layer from its shape, the batch, the cluster, and measured speeds of links, GEMM
-  and servers; chosen again when the batch changes.
+- What is sent: a fully connected layer's sufficient factors (X and dY) from peer to peer if that is
+  cheaper than its dense gradient, and an embedding's used rows likewise; everything else dense.
+- Dense routes: collectives; or sharded servers if dedicated ones make that cheaper, and whenever
+  the paper's own rule (``choose="bytes"``) is used. With few bits (``wire="int8"``, ``"int4"``)
+  workers that hold shares replace collectives, which sum plain values.
+- The choice for every layer follows from its shape, the batch, the cluster, and measured speeds of
+  links, GEMM and servers; it is made again when the batch changes.
 - Consistency: rounds of all n workers. Those of one host aggregate first: their rows are stacked.
 - When: as each layer's backward ends.
+
+References:
+    Zhang, Zheng, Xu and others: Poseidon: An Efficient Communication Architecture for Distributed
+    Deep Learning on GPU Clusters (2017).
 """
 
 from __future__ import annotations
@@ -40,22 +44,20 @@ def poseidon(
     dense: Sequence[str] = (),
     hierarchical: bool = True,
 ) -> Strategy:
-    """Hybrid communication: the cheapest route for every layer.
+    """Give every layer its cheapest route: factors or rows, or a dense gradient.
 
     Args:
-        choose: By predicted "time", or by "bytes" as in the paper.
+        choose: The rule: by predicted "time", or by "bytes" as in the paper.
         wire: The precision of factors and rows on the wire; "same" is the tensor's. "int8" and
-            "int4" are that of dense gradients, too: with error feedback, while factors and rows
-            are rounded by chance.
-        rate: Of a link, such as "10gbit". With it, nothing is measured when the job starts.
-        gemm_gflops: A worker's speed at matrix products, where ``rate`` is given.
-        server_gbytes: A server's speed at summing, in GB/s, where ``rate`` is given.
+            "int4" are also that of dense gradients: these have error feedback, while factors and
+            rows are rounded at random.
+        rate: The rate of a link, such as "10gbit". With it, nothing is measured when the job
+            starts.
+        gemm_gflops: A worker's speed at matrix products, used if ``rate`` is given.
+        server_gbytes: A server's speed at summing, in GB/s, used if ``rate`` is given.
         dense: Names of layers that are always sent dense, or patterns of them such as "D.*".
-        hierarchical: Where several workers share a host, and there are several hosts, the workers
+        hierarchical: If several workers share a host, and there are several hosts, the workers
             of a host aggregate first: their rows are sent once, stacked.
-
-    Returns:
-        The strategy.
 
     Raises:
         ConfigError: A value is invalid.
@@ -75,14 +77,16 @@ def poseidon(
         return Strategy("poseidon", Rounds(ByRole(routes, Everywhere(shards))))
     few_bits = wire in ("int8", "int4")
     summed = Route(peers) if few_bits else Route(mesh, over=Collective())
-    roads: tuple[Route | Rule, ...]
-    roads = (*compact, *few_bits_first(wire, peers), summed, *in_shards)
-    routes = Cheapest(roads, ByTime(given_speeds(rate, gemm_gflops, server_gbytes)), tuple(dense))
+    routes_by_cost: tuple[Route | Rule, ...]
+    routes_by_cost = (*compact, *few_bits_first(wire, peers), summed, *in_shards)
+    routes = Cheapest(
+        routes_by_cost, ByTime(given_speeds(rate, gemm_gflops, server_gbytes)), tuple(dense)
+    )
     return Strategy("poseidon", Rounds(ByRole(routes, Everywhere(Route(mesh)))))
 
 
 def few_bits_first(wire: PoseidonWire, topology: AnyTopology) -> tuple[Rule, ...]:
-    """The route of tensors that are worth quantising, which goes before that of the others."""
+    """Return the route of tensors that are worth quantising, which is tried first."""
     if wire == "int8" or wire == "int4":
         return (in_few_bits(wire, topology, back="same"),)
     return ()
@@ -91,7 +95,7 @@ def few_bits_first(wire: PoseidonWire, topology: AnyTopology) -> tuple[Rule, ...
 def given_speeds(
     rate: str | float | None, gemm_gflops: float, server_gbytes: float
 ) -> Speeds | None:
-    """The speeds that were given; None if they are to be measured."""
+    """Return the given speeds; None if they are to be measured."""
     if rate is None:
         return None
     if gemm_gflops <= 0 or server_gbytes <= 0:

@@ -9,8 +9,12 @@
 
     ḡᵗ = (g₀ᵗ + g₁ᵗ + … + gₙ₋₁ᵗ) / n, summed in rank order, so that runs agree bit for bit.
 
-Poseidon (ATC 2017) waits for all layers at the end of the step. With ``update="server"`` we wait
-for each layer just before its next forward, and send the layer that is needed first first.
+Deviations: Poseidon (ATC 2017) waits for all layers at the end of the step. With
+``update="server"`` we wait for each layer just before its next forward, and send the layer that
+is needed first before the others.
+
+References:
+    Li and others: Scaling Distributed Machine Learning with the Parameter Server (2014).
 """
 
 from __future__ import annotations
@@ -39,22 +43,19 @@ def push_pull(
     chunk_bytes: int = CHUNK_BYTES,
     hierarchical: bool = True,
 ) -> Strategy:
-    """Sharded parameter servers, with or without wait-free backpropagation.
+    """Push gradients to sharded servers and pull the result, with or without overlap.
 
     Args:
         overlap: Send a layer's gradient when its backward ends; False: after the backward pass.
-        update: Where the user's optimizer runs: at every "worker", or at the "server".
+        update: The place of the user's optimizer: every "worker", or the "server".
         wire: The form of gradients on the wire: see ``routes_for``; "same" is exact.
         averaged: The decay of averaged weights, such as 0.9999 (see ``job.averaged_weights``); None
             keeps none.
         clip_norm: Scale each worker's whole gradient down to this norm before it is sent, after
             backward.
         chunk_bytes: The largest part of a tensor that is sent as one message.
-        hierarchical: Where several workers share a host, and there are several hosts, the workers
-            of a host aggregate first, and one stream per host crosses the network.
-
-    Returns:
-        The strategy.
+        hierarchical: If several workers share a host, and there are several hosts, the workers of a
+            host aggregate first, and one stream per host crosses the network.
 
     Raises:
         ConfigError: A value is invalid.
@@ -74,13 +75,13 @@ def push_pull(
                 back="same" if update == "worker" else "dense",
             ),
             update=applied_at("worker" if update == "worker" else "server", averaged, clip_norm),
-            schedule=order_of_leaving(overlap and clip_norm is None, update),
+            schedule=schedule_for(overlap and clip_norm is None, update),
             chunk_bytes=chunk_bytes,
         ),
     )
 
 
-def order_of_leaving(overlap: bool, update: UpdateAt) -> AnySchedule:
+def schedule_for(overlap: bool, update: UpdateAt) -> AnySchedule:
     if not overlap:
         return AfterBackward()
     # Where workers update, the step waits for every layer, so priorities would gain nothing.

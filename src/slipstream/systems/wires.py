@@ -1,4 +1,4 @@
-"""What ``wire=`` means: the format in which a system sends gradients."""
+"""The formats that ``wire=`` selects, in which a system sends gradients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ SMALLEST = 1024  # values; below, the bytes saved are not worth the rounding
 
 
 def with_levels(hierarchical: bool, between: Between) -> TwoLevel | Between:
-    """What ``hierarchical=`` means.
+    """Return a topology with two levels, or the one between hosts alone (``hierarchical=``).
 
     Args:
-        hierarchical: Whether workers of one host aggregate first; otherwise each takes part by
-            itself.
+        hierarchical: Let workers of one host aggregate first; otherwise each takes part by itself.
         between: The topology of hosts, or of workers.
 
     Raises:
-        ConfigError: It is neither true nor false.
+        ConfigError: ``hierarchical`` is neither True nor False.
 
     >>> from slipstream.topologies import Mesh
     >>> with_levels(True, Mesh())
@@ -40,13 +39,13 @@ def with_levels(hierarchical: bool, between: Between) -> TwoLevel | Between:
 def routes_for(
     wire: Wire, topology: AnyTopology, *, back: Literal["dense", "same"] = "dense"
 ) -> Everywhere | ByTensor:
-    """The routes of dense gradients in this format.
+    """Return the routes of dense gradients in this format.
 
     Args:
         wire: "same" is exact; "bfloat16" and "float16" halve the bytes of fp32 and round; "int8"
             and "int4" quantise fp32 parameters of 1,024 values or more, with error feedback, and do
             not change the rest.
-        topology: Who holds tensors.
+        topology: The topology of the routes.
         back: The format of results: exact, or the same as that of gradients.
 
     Raises:
@@ -64,10 +63,10 @@ def routes_for(
 
 
 def check_wire(wire: str, known: Sequence[str]) -> None:
-    """Refuse a form that there is not.
+    """Check that a format is known.
 
     Raises:
-        ConfigError: It is none of the known ones.
+        ConfigError: The format is unknown.
     """
     if wire not in known:
         raise ConfigError(f"wire={wire!r}: choose one of {', '.join(known)}")
@@ -76,7 +75,7 @@ def check_wire(wire: str, known: Sequence[str]) -> None:
 def in_few_bits(
     wire: Literal["int8", "int4"], topology: AnyTopology, *, back: Literal["dense", "same"]
 ) -> Rule:
-    """The route of tensors that are worth it."""
+    """Return the route of tensors that are worth quantising."""
     few_bits = FEW_BITS[wire]
     down = few_bits if back == "same" else Dense()
     return Rule(Large(SMALLEST), Route(topology, up=few_bits, down=down))

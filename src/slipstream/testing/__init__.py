@@ -1,4 +1,4 @@
-"""For tests of slipstream and of code that uses it: virtual time, whole jobs in one thread."""
+"""Tools for tests of slipstream and of code that uses it: virtual time, jobs in one thread."""
 
 from slipstream.testing.clock import VirtualClock
 from slipstream.testing.simulator import Simulation, simulate

@@ -1,10 +1,10 @@
-"""Time that moves only by ``advance``."""
+"""A clock that only moves by ``advance``."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Call it for the time in seconds, as ``time.monotonic`` is called.
+    """A clock that is called for the time in seconds, as ``time.monotonic`` is.
 
     >>> clock = VirtualClock()
     >>> clock.advance(1.5)

@@ -1,4 +1,4 @@
-"""The network and the members of a simulation; decides who acts and what arrives next."""
+"""The network and the members of a simulation, and the order in which they act."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACTION_S = 0.01
 
 
 class Stage:
-    """Servers get the plan when the stage is set up."""
+    """The members of a simulated job. Servers get the plan when the stage is created."""
 
     def __init__(self, plan: Plan, seed: int, optimizer: OptimizerRecipe | None) -> None:
         self.plan = plan
@@ -41,7 +41,7 @@ class Stage:
         self.trace: list[Event] = []
         self.random = random.Random(seed)
         self._playing = False
-        self._stuck: set[Worker] = set()  # since the last message
+        self._stuck: set[Worker] = set()  # workers that cannot continue since the last message
         self._to_give_up: list[Worker] = []
         self._dead: set[str] = set()  # members that no longer handle messages, either
         self._network = MemoryNetwork(seed)
@@ -92,7 +92,7 @@ class Stage:
                 raise ConfigError(f"{name} refused the plan: {reason}")
 
     def move(self) -> bool:
-        """One message arrives and is handled; False if none is in flight."""
+        """Deliver one message and handle it; return False if none is in flight."""
         receiver = self._network.deliver()
         if receiver in self._dead:
             self.members[receiver].transport.receive(0.0)
@@ -106,7 +106,7 @@ class Stage:
             pass
 
     def retire(self, rank: int, speaker: str) -> None:
-        """A worker reports that it has left, or rank 0 reports that it is lost."""
+        """Report to servers that a worker has left, or as rank 0 that it is lost."""
         # Imported here: it imports torch, which most simulations do not need.
         from slipstream.runtime.servers.shards import Shards
 
@@ -120,7 +120,7 @@ class Stage:
         return ShardService(len(self.servers), self.members[HUB], FOREVER_S).accounts()
 
     def owed_back(self, workers: Sequence[Worker]) -> Owed:
-        """What holders' codecs hold back of results: servers', and those of workers that hold."""
+        """Return what holders' codecs hold back of results, at servers and workers."""
         owed: Owed = {}
         plan = self.plan
         memories: dict[Node, Callable[[int], Sequence[Any]]] = {
@@ -130,13 +130,15 @@ class Stage:
             assert server.shard is not None
             memories[node] = server.shard.aggregator.memories
         for node, residuals in memories.items():
-            mine = [chunk for chunk in plan.chunks_of(node) if plan.holders_of(chunk)[0] == node]
-            for tensor, part in owed_by(plan, mine, residuals).items():
+            own_chunks = [
+                chunk for chunk in plan.chunks_of(node) if plan.holders_of(chunk)[0] == node
+            ]
+            for tensor, part in owed_by(plan, own_chunks, residuals).items():
                 owed[tensor] = owed[tensor] + part if tensor in owed else part
         return owed
 
     def held(self) -> Tensors:
-        """The servers' weights, by tensor."""
+        """Return the servers' weights, by tensor."""
         if not self.plan.update.holder_applies:
             return ()
         whole = [zeros(spec) for spec in self.plan.specs]
@@ -191,7 +193,7 @@ class Stage:
             self.members[server.member.name].take(arrived=0)
 
     def _pass_time(self, running: Sequence[Worker]) -> bool:
-        """Until a worker comes back, or a round closes by time; False if neither will happen."""
+        """Let time pass until a worker returns or a round closes; return False if neither will."""
         before = len(self.trace)
         back = [worker.conduct.back_at for worker in running if not worker.here]
         shards = [server.shard for server in self.servers if server.shard is not None]
@@ -203,7 +205,7 @@ class Stage:
         return bool(back) or len(self.trace) > before
 
     def _give_up(self, running: Sequence[Worker]) -> None:
-        """No worker can continue: raise the runtime's error, once all know the others' progress."""
+        """Raise the runtime's error for stuck workers, once all know the others' progress."""
         self._playing = False
         for _ in range(2):
             self.clock.advance(BEAT_S)
@@ -211,4 +213,4 @@ class Stage:
                 member.tick()
             self.drain()
         min(running, key=lambda worker: worker.rank).exchange.wait()
-        raise AssertionError("a worker that was stuck went on by itself")
+        raise AssertionError("a worker that was stuck continued by itself")

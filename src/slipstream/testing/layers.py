@@ -33,7 +33,7 @@ Rows = Callable[[int, int, Unit], LayerRows | None]  # rank, round, unit; None: 
 
 
 def whole_numbers(seed: int) -> Rows:
-    """Small integers, whose sums and products are exact; every worker has its own rows."""
+    """Return small integers, whose sums and products are exact; each worker has its own rows."""
 
     def rows(rank: int, round_: int, unit: Unit) -> LayerRows | None:
         layer = unit.layer
@@ -55,15 +55,15 @@ def whole(numbers: np.random.Generator, rows: int, columns: int, dtype: str) -> 
 
 
 def dense(plan: Plan, layer: Layer, rows: LayerRows) -> dict[int, bytes]:
-    """The gradient of a worker's matrices, by tensor."""
-    made, count = LayerGradients(plan), len(rows.first)
+    """Return the gradient of a worker's matrices, by tensor."""
+    gradients, count = LayerGradients(plan), len(rows.first)
     first, second = raw(rows.first), raw(rows.second)
     if layer.form == "rows":
-        made.add_rows(layer, Values(first, "int64"), Values(second, layer.dtype), count, 1.0)
+        gradients.add_rows(layer, Values(first, "int64"), Values(second, layer.dtype), count, 1.0)
     else:
-        given = Values(second, layer.dtype), Values(first, layer.dtype)
-        made.multiply(layer, *given, count, 1.0)
-    return {tensor: values.data.tobytes() for tensor, values in made.flat.items()}
+        matrices = Values(second, layer.dtype), Values(first, layer.dtype)
+        gradients.multiply(layer, *matrices, count, 1.0)
+    return {tensor: values.data.tobytes() for tensor, values in gradients.flat.items()}
 
 
 def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -71,7 +71,7 @@ def raw(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def send(channel: RoundChannel, unit: Unit, rows: LayerRows | None, *, early: bool) -> None:
-    """As a worker does: X in the forward pass if ``early``, the rest after backward."""
+    """Send a layer as a worker does: X during forward if ``early``, the rest after backward."""
     if rows is None:
         channel.ready_layer(unit.index, None)
         return
@@ -100,22 +100,22 @@ def held(
 
 
 class ByteLayers:
-    """Writes layers' gradients into a worker's tensors; implements ``LayerMath`` in numpy."""
+    """A writer of layers' gradients into a worker's tensors; implements ``LayerMath`` in numpy."""
 
     def __init__(self, plan: Plan, slots: ByteSlots) -> None:
         self._plan, self._slots = plan, slots
 
     def multiply(self, layer: Layer, dy: Values, x: Values, rows: int, share: float) -> None:
-        made = LayerGradients(self._plan)
-        made.multiply(layer, dy, x, rows, share)
-        self._write(made)
+        gradients = LayerGradients(self._plan)
+        gradients.multiply(layer, dy, x, rows, share)
+        self._write(gradients)
 
     def add_rows(self, layer: Layer, ids: Values, values: Values, rows: int, share: float) -> None:
-        made = LayerGradients(self._plan)
-        made.add_rows(layer, ids, values, rows, share)
-        self._write(made)
+        gradients = LayerGradients(self._plan)
+        gradients.add_rows(layer, ids, values, rows, share)
+        self._write(gradients)
 
-    def _write(self, made: LayerGradients) -> None:
-        for tensor, values in made.flat.items():
+    def _write(self, gradients: LayerGradients) -> None:
+        for tensor, values in gradients.flat.items():
             self._slots.sink(tensor).data[:] = values.data
             self._slots.finish(tensor)

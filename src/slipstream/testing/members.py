@@ -25,7 +25,7 @@ Owed = dict[int, np.ndarray[Any, np.dtype[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A message was sent, or was taken by its receiver."""
+    """A message that was sent, or was taken by its receiver."""
 
     kind: str  # "sent" or "taken"
     source: str
@@ -36,7 +36,7 @@ class Event:
 
 
 class SimulatedWaiter(Waiter):
-    """Waits by letting messages move; a wait that would never end reaches its limit at once.
+    """A waiter that lets messages move; a wait that would never end reaches its limit at once.
 
     So does any wait while the stage decides what happens next (``waits()`` is False): the worker
     tries again later.
@@ -53,11 +53,11 @@ class SimulatedWaiter(Waiter):
 
     def pause(self, seconds: float) -> None:
         if not self._move():
-            raise RuntimeFault(f"{self._name} waits for what will never leave")
+            raise RuntimeFault(f"{self._name} waits for a message that will never be sent")
 
 
 class Trace:
-    """Appends one member's messages to the events of the simulation."""
+    """A record of one member's messages in the events of the simulation."""
 
     def __init__(self, name: str, clock: VirtualClock, events: list[Event]) -> None:
         self._name, self._clock, self._events = name, clock, events
@@ -71,7 +71,16 @@ class Trace:
 
 
 class SimulatedMember(Member):
-    """A member without threads, on virtual time; the stage delivers its messages."""
+    """A member without threads, on virtual time; the stage delivers its messages.
+
+    Args:
+        name: The member's name.
+        network: The network that connects it.
+        clock: The time of the simulation.
+        move: Delivers one message; returns False if none is in flight.
+        waits: Returns False while a wait must give up at once.
+        trace: The list to which events are appended.
+    """
 
     def __init__(
         self,
@@ -107,44 +116,44 @@ class SimulatedMember(Member):
 
 
 class ByteSlots:
-    """A worker's tensors. As in training, a mean overwrites the contribution, and weights from
+    """The tensors of a worker. As in training, a mean overwrites the contribution, and weights from
     servers have their own memory."""
 
     def __init__(self, specs: Sequence[Spec], *, weights_return: bool = False) -> None:
         self._held = [zeros(spec) for spec in specs]
         self._gradients = [zeros(spec) for spec in specs] if weights_return else self._held
-        self._given = [False] * len(specs)
-        self._settled: set[int] = set()
+        self._is_present = [False] * len(specs)
+        self._finished: set[int] = set()
 
     def begin(self, contributions: Sequence[bytes | None]) -> None:
-        """A new round's contributions, by tensor; None where this worker has none."""
-        self._settled.clear()
+        """Set a new round's contributions, by tensor; None where this worker has none."""
+        self._finished.clear()
         for tensor, content in enumerate(contributions):
-            self._given[tensor] = content is not None
+            self._is_present[tensor] = content is not None
             if content is not None:
                 memoryview(self._gradients[tensor].data)[:] = content
             elif self._gradients is self._held:
                 self._held[tensor].data[:] = POISON  # like new memory, which may hold anything
 
     def results(self) -> Tensors:
-        """The results; None for tensors without a contribution."""
+        """Return the results; None for tensors without a contribution."""
         return tuple(
-            content if tensor in self._settled else None
+            content if tensor in self._finished else None
             for tensor, content in enumerate(self.contents())
         )
 
     def contents(self) -> tuple[bytes, ...]:
-        """All current tensors."""
-        return tuple(held.data.tobytes() for held in self._held)
+        """Return all current tensors."""
+        return tuple(values.data.tobytes() for values in self._held)
 
     def source(self, tensor: int) -> Values | None:
-        return self._gradients[tensor] if self._given[tensor] else None
+        return self._gradients[tensor] if self._is_present[tensor] else None
 
     def sink(self, tensor: int) -> Values:
         return self._held[tensor]
 
     def finish(self, tensor: int) -> None:
-        self._settled.add(tensor)
+        self._finished.add(tensor)
 
 
 def zeros(spec: Spec) -> Values:
@@ -154,7 +163,7 @@ def zeros(spec: Spec) -> Values:
 
 
 def owed_by(plan: Plan, chunks: Sequence[Chunk], memories: Callable[[int], Sequence[Any]]) -> Owed:
-    """What codecs hold back of these chunks, by tensor."""
+    """Return what codecs hold back of these chunks, by tensor."""
     owed: Owed = {}
     for chunk in chunks:
         for segment, memory in zip(chunk.segments, memories(chunk.index), strict=True):

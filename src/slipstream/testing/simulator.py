@@ -23,7 +23,7 @@ from slipstream.testing.members import Event, Owed, Tensors
 from slipstream.testing.worker import Conduct, Contribute, Step, Worker
 from slipstream.types import Cluster, OptimizerRecipe, Spec, Values
 
-SLOW = 0.05  # how often a slow worker acts, compared with the others
+SLOW = 0.05  # the speed of a slow worker relative to the others
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Simulation:
     steps: tuple[tuple[Step, ...], ...]  # by rank
     updates: tuple[tuple[Tensors, ...], ...]  # by rank: applied updates, where it runs ahead
     final: tuple[Tensors, ...]  # by rank: its tensors at the end
-    held: Tensors  # weights at the servers at the end, where these update
+    held: Tensors  # weights at the servers at the end, if these update
     owed: tuple[Owed, ...]  # by rank: what codecs still hold back, by tensor
     owed_back: Owed  # the same of results, at servers or workers that hold
     figures: tuple[ServerFigures, ...]  # by server
@@ -47,12 +47,12 @@ class Simulation:
 
     @property
     def contributions(self) -> tuple[tuple[Tensors, ...], ...]:
-        """By round, then by rank, where all make every round."""
+        """The contributions by round, then by rank, if all workers make every round."""
         return tuple(zip(*([s.given for s in steps] for steps in self.steps), strict=True))
 
     @property
     def results(self) -> tuple[tuple[Tensors, ...], ...]:
-        """By round, then by rank, where all make every round."""
+        """The results by round, then by rank, if all workers make every round."""
         had = [[step.had for step in steps] for steps in self.steps]
         after = [[*own[1:], last] for own, last in zip(had, self.final, strict=True)]
         return tuple(zip(*after, strict=True))
@@ -75,16 +75,16 @@ def simulate(
     """Train ``rounds`` rounds over links that deliver in an order decided by ``seed``.
 
     Args:
-        strategy: What to train with; all of its routes over links.
+        strategy: The strategy; all of its routes must be over links.
         specs: The model's tensors.
-        workers: How many workers.
-        servers: How many servers.
-        rounds: How many rounds.
-        seed: Of the order in which members act and messages arrive, and of contributions.
+        workers: The number of workers.
+        servers: The number of servers.
+        rounds: The number of rounds.
+        seed: The seed of contributions, and of the order in which members act and messages arrive.
         contribute: A worker's contribution, by rank, round and tensor; by default normal numbers.
         slow: The rank of a worker that acts seldom.
-        conduct: By rank, how else a worker differs from the others.
-        optimizer: Runs at servers, where these update, on weights that begin at zero. An outer
+        conduct: By rank, how a worker differs from the others.
+        optimizer: The optimizer of servers that update, on weights that begin at zero. An outer
             optimizer at servers is the strategy's own.
         rows: Workers' matrices of layers that are sent in compact form; by default small
             integers.
@@ -104,19 +104,19 @@ def simulate(
     plan = strategy.plan(specs, Cluster(workers, servers))
     if len(plan.over_links()) < len(plan.units) or plan.partial_exchange is not None:
         raise ConfigError(f"{strategy.name}: only rounds over links can be simulated")
-    given = contribute or normal(specs, seed)
+    contributor = contribute or normal(specs, seed)
     conducts = [(conduct or {}).get(rank, Conduct()) for rank in range(workers)]
     if slow is not None and slow < workers:
         conducts[slow] = replace(conducts[slow], speed=SLOW)
     stage = Stage(plan, seed, optimizer)
-    told = (stage, rounds, given)
+    shared = (stage, rounds, contributor)
     of_layers = rows or whole_numbers(seed)
-    cast = [Worker(rank, *told, conducts[rank], of_layers) for rank in range(workers)]
+    cast = [Worker(rank, *shared, conducts[rank], of_layers) for rank in range(workers)]
     return outcome(stage, cast, stage.play(cast))
 
 
 def outcome(stage: Stage, cast: Sequence[Worker], spread: int) -> Simulation:
-    """The members' state at the end."""
+    """Return the members' state at the end."""
     return Simulation(
         plan=stage.plan,
         steps=tuple(tuple(worker.steps) for worker in cast),
@@ -136,7 +136,7 @@ def outcome(stage: Stage, cast: Sequence[Worker], spread: int) -> Simulation:
 
 
 def normal(specs: Sequence[Spec], seed: int) -> Contribute:
-    """Every worker contributes to every tensor, with new random numbers each time."""
+    """Let every worker contribute to every tensor, with new random numbers each time."""
 
     def contribute(rank: int, round_: int, tensor: int) -> bytes:
         spec = specs[tensor]

@@ -29,14 +29,14 @@ Contribute = Callable[[int, int, int], bytes | None]  # rank, round, tensor
 
 @dataclass(frozen=True)
 class Conduct:
-    """How one worker behaves.
+    """The behaviour of one worker.
 
     Args:
-        speed: How often it acts, compared with others.
-        steps: After how many of its own steps it leaves.
-        away_at: From this time on it does nothing.
-        back_at: From this time on it acts again.
-        given_up: Whether it counts as lost meanwhile.
+        speed: How often it acts, relative to other workers.
+        steps: The number of its own steps after which it leaves.
+        away_at: The time from which on it does nothing.
+        back_at: The time from which on it acts again.
+        given_up: True if it counts as lost meanwhile.
     """
 
     speed: float = 1.0
@@ -66,7 +66,7 @@ class Worker:
     conduct: Conduct
     rows: Rows
     steps: list[Step] = field(default_factory=list)
-    updates: list[Tensors] = field(default_factory=list)  # where it may run ahead of them
+    updates: list[Tensors] = field(default_factory=list)  # if it may run ahead of them
 
     def __post_init__(self) -> None:
         plan = self.stage.plan
@@ -95,8 +95,8 @@ class Worker:
 
     def _note(self, clock: int, tensors: Collection[int]) -> None:
         contents = self.slots.contents()
-        given = range(len(contents))
-        self.updates.append(tuple(contents[t] if t in tensors else None for t in given))
+        numbers = range(len(contents))
+        self.updates.append(tuple(contents[t] if t in tensors else None for t in numbers))
 
     def _row_counts(self) -> list[int]:
         rows = (self._compact[unit] for unit in self.stage.plan.choices())
@@ -110,30 +110,30 @@ class Worker:
 
     @property
     def here(self) -> bool:
-        """Whether it acts now."""
+        """True if it acts now."""
         return not self.conduct.away_at <= self.stage.clock.now < self.conduct.back_at
 
     @property
     def dead(self) -> bool:
-        """Whether it will never act again."""
+        """True if it will never act again."""
         return not self.here and self.conduct.back_at == math.inf
 
     def owed(self) -> Owed:
-        """What its codecs hold back."""
+        """Return what its codecs hold back, by tensor."""
         plan, exchange = self.stage.plan, self.exchange
         return owed_by(plan, plan.chunks, lambda index: exchange.memories(plan.chunks[index]))
 
     def held_memories(self, chunk: int) -> Sequence[Any]:
-        """What its codecs hold back of the results of a chunk that it holds."""
+        """Return what its codecs hold back of the results of a chunk that it holds."""
         return self.exchange.held_memories(self.stage.plan.chunks[chunk])
 
     def last(self) -> Tensors:
-        """Its tensors at the end."""
+        """Return its tensors at the end."""
         self.driver.refresh()
         return self._has()
 
     def _has(self) -> Tensors:
-        """Where all make every round, the results of the round; else all current tensors."""
+        """Return the results of the round if all make every round, else all current tensors."""
         return self.slots.results() if self.delivers_every_result else self.slots.contents()
 
     def train(self) -> Iterator[bool]:
@@ -155,7 +155,7 @@ class Worker:
             self.stage.retire(self.rank, self.member.name)
 
     def _next_round(self) -> int | None:
-        """The round that this worker makes next; None if it is not known yet."""
+        """Return the round that this worker makes next; None if it is not known yet."""
         if not self.stage.plan.counts_rounds:
             return len(self.steps)
         try:
@@ -164,7 +164,7 @@ class Worker:
             return None
 
     def _forward(self) -> Iterator[bool]:
-        """Layer by layer, as results are needed."""
+        """Use the tensors layer by layer, as results are needed."""
         specs = self.stage.plan.specs
         for tensor in sorted(range(len(specs)), key=lambda t: specs[t].order):
             while not self._await(tensor):
@@ -179,12 +179,12 @@ class Worker:
         return self._could(self.exchange.drain)
 
     def _decided(self) -> bool:
-        """Whether it is decided which layers are sent in compact form in this step."""
+        """Return whether it is decided which layers are sent in compact form in this step."""
         choices = self.choices
         return choices is None or (self._could(choices.begin_step) and self._could(choices.decide))
 
     def _could(self, act: Callable[[], None]) -> bool:
-        """Do it; False if that would have to wait for messages."""
+        """Call ``act``; return False if it would have to wait for messages."""
         try:
             act()
         except WaitLimit:
@@ -200,8 +200,8 @@ class Worker:
         self._compact = {unit: self.rows(self.rank, round_, unit) for unit in self._layers}
         for unit, rows in self._compact.items():
             assert unit.layer is not None
-            made = {} if rows is None else dense(self.stage.plan, unit.layer, rows)
-            by_tensor |= {tensor: made.get(tensor) for tensor in unit.tensors}
+            gradients = {} if rows is None else dense(self.stage.plan, unit.layer, rows)
+            by_tensor |= {tensor: gradients.get(tensor) for tensor in unit.tensors}
         given = tuple(by_tensor[t] for t in range(len(specs)))
         self.driver.resume(len(self.steps))
         compact = list(self._compact)
@@ -228,6 +228,6 @@ class Worker:
         yield True
 
     def _leaves_early(self, unit: Unit, round_: int) -> bool:
-        """Whether X is sent in the forward pass: in every second step."""
+        """Return whether X is sent in the forward pass: in every second step."""
         factors = unit.layer is not None and unit.layer.form == "factors"
         return factors and (self.rank + round_) % 2 == 0

@@ -1,4 +1,4 @@
-"""Who holds a chunk, and to whom its holder sends results. Pure."""
+"""Topologies: who holds a chunk, and to whom its holder sends results. Pure."""
 
 from slipstream.topologies.mesh import Mesh
 from slipstream.topologies.peer_sharded import PeerSharded

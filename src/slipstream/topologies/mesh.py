@@ -1,4 +1,4 @@
-"""Peer mesh: every worker holds everything and receives from every other worker."""
+"""Peer mesh: every worker holds every chunk and receives from every other worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.types import Cluster, Node
 
 
 class Mesh(Topology, frozen=True):
-    """All workers hold each chunk; a holder's result is not sent.
+    """A topology in which all workers hold each chunk; a holder's result is not sent.
 
     >>> Mesh().deal([100], Cluster(workers=3))
     ((0, 1, 2),)

@@ -12,7 +12,7 @@ from slipstream.types import Cluster, Node
 
 
 class PeerSharded(Topology, frozen=True):
-    """Every worker holds an even share of the chunks and sends its results to all other workers.
+    """A topology in which every worker holds an even share and sends its results to all.
 
     A worker sends (n − 1)/n of the model on the way up and as much on the way down, like a ring
     all-reduce; but each value is encoded once on each way, so that any codec of values may be used.
@@ -37,7 +37,7 @@ class PeerSharded(Topology, frozen=True):
         return deal_evenly(nbytes, cluster.worker_nodes)
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        """Each begins with the next worker: no link takes in everybody's results at once."""
+        """Return receivers, next worker first, so that no link gets all results at once."""
         if node != holder:
             return ()
         workers = cluster.worker_nodes

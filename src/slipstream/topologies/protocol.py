@@ -12,21 +12,21 @@ from slipstream.types import Cluster, Node, Rank
 class Topology(Part, frozen=True):
     """A frozen recipe that places chunks and names the receivers of a holder's results.
 
-    A topology has a ``name``, ``facts``, ``deal``, and ``whole_layers``: whether all chunks of a
+    A topology has a ``name``, ``facts``, ``deal``, and ``whole_layers``: True if all chunks of a
     layer have the same holders (``deal`` then places layers). By default servers hold tensors,
     no worker forwards, and results are not sent. Override what differs.
     """
 
-    relays: ClassVar[bool] = False  # whether workers forward results to other workers
+    relays: ClassVar[bool] = False  # workers forward results to other workers
 
     @property
     def name(self) -> str:
-        """What statistics call it."""
+        """The name in statistics."""
         raise NotImplementedError
 
     @property
     def needs_servers(self) -> bool:
-        """Whether servers hold tensors."""
+        """True if servers hold tensors."""
         return True
 
     def deal(self, nbytes: Sequence[int], cluster: Cluster) -> tuple[tuple[Node, ...], ...]:
@@ -34,7 +34,7 @@ class Topology(Part, frozen=True):
 
         Args:
             nbytes: The size of every chunk.
-            cluster: How many workers and servers there are.
+            cluster: The workers and servers.
 
         Returns:
             The holders of each chunk, in the order of ``nbytes``.
@@ -45,13 +45,13 @@ class Topology(Part, frozen=True):
         raise NotImplementedError
 
     def shares(self, cluster: Cluster) -> int:
-        """Among how many holders chunks are dealt: they are cut so that each gets an equal load."""
+        """Return among how many holders chunks are dealt: they are cut so that loads are equal."""
         return cluster.servers
 
     def fanout(self, node: Node, holder: Node, cluster: Cluster) -> tuple[Node, ...]:
-        """To whom ``node`` sends the results of ``holder``; the holder itself is the first node."""
+        """Return who gets ``holder``'s results from ``node``; the holder is the first node."""
         return ()
 
     def without(self, rank: Rank) -> Self:
-        """The same without this lost worker: its children get results another way."""
+        """Return the same topology without a lost worker; its children have other parents."""
         return self

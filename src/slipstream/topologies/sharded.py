@@ -13,7 +13,7 @@ from slipstream.types import Cluster, Node
 
 
 class Sharded(Topology, frozen=True):
-    """Chunks dealt evenly: no shard is more than one chunk heavier than another.
+    """A topology with evenly dealt chunks: loads of shards differ by at most one chunk.
 
     Args:
         whole_layers: Keep the chunks of a layer together; shards may end up uneven.
@@ -45,8 +45,8 @@ class Sharded(Topology, frozen=True):
 
 
 def deal_evenly(nbytes: Sequence[int], nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
-    """One holder for every chunk; no node's load is more than one chunk above another's."""
-    # Largest first to the lightest shard: whoever ends heaviest was the lightest before its last
+    """Return one holder for every chunk; loads of nodes differ by at most one chunk."""
+    # Largest first to the lightest shard: the heaviest shard was the lightest before its last
     # chunk, so the difference is at most that chunk.
     shards = [(0, node) for node in nodes]
     holders: list[tuple[Node, ...]] = [()] * len(nbytes)

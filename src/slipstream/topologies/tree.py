@@ -18,7 +18,7 @@ RankTree = tuple[tuple[Rank, ...], ...]
 
 
 class Tree(Topology, frozen=True):
-    """One tree per server; chunks are dealt to servers as by ``Sharded``.
+    """A topology with one broadcast tree per server; chunks are dealt to servers as by ``Sharded``.
 
     Args:
         children: One tree for each server: the receivers of the server itself, then the ranks to
@@ -42,7 +42,7 @@ class Tree(Topology, frozen=True):
     def __post_init__(self) -> None:
         # Trees that were read from a file are lists.
         try:
-            plain = tuple(tuple(tuple(given) for given in tree) for tree in self.children)
+            plain = tuple(tuple(tuple(receivers) for receivers in tree) for tree in self.children)
         except TypeError as error:
             raise ConfigError(
                 f"Tree({self.children!r}): for every server give a list of lists of ranks: whom "
@@ -79,17 +79,17 @@ class Tree(Topology, frozen=True):
                 raise ConfigError(f"the tree of {cluster.name(server)} {fault}; plan it again")
 
     def without(self, rank: Rank) -> Tree:
-        """The parent of the lost worker sends to its children."""
+        """Return trees in which the parent of the lost worker sends to its children."""
         if rank in self.gone:
             return self
         return Tree(tuple(_bypass(tree, rank) for tree in self.children), (*self.gone, rank))
 
 
 def _fault(tree: RankTree, cluster: Cluster, gone: Sequence[Rank]) -> str:
-    """What is wrong with a tree; empty if nothing is."""
+    """Return what is wrong with a tree; empty if nothing is."""
     if len(tree) != cluster.workers + 1:
         return f"is made for {len(tree) - 1} worker(s), not {cluster.workers}"
-    times = Counter(rank for given in tree for rank in given)
+    times = Counter(rank for receivers in tree for rank in receivers)
     for rank in sorted({*times, *cluster.worker_nodes}, key=str):
         wanted = rank in cluster.worker_nodes and rank not in gone
         if times[rank] != wanted:
@@ -107,8 +107,8 @@ def _bypass(tree: RankTree, rank: Rank) -> RankTree:
         raise ConfigError(f"rank {rank} is in no tree; they have ranks 0 to {len(tree) - 2}")
     heirs = tree[rank + 1]
     passed_on = [
-        tuple(heir for child in given for heir in (heirs if child == rank else (child,)))
-        for given in tree
+        tuple(heir for child in receivers for heir in (heirs if child == rank else (child,)))
+        for receivers in tree
     ]
     passed_on[rank + 1] = ()
     return tuple(passed_on)

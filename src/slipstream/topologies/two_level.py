@@ -15,14 +15,14 @@ Between = Sharded | Mesh | PeerSharded
 
 
 class TwoLevel(Topology, frozen=True):
-    """Workers of one host sum their contributions in shared memory; hosts exchange the sums.
+    """A topology that sums a host's contributions in shared memory; hosts exchange the sums.
 
-    The lowest rank of a host speaks for it on the network, where each host counts as one worker of
-    the topology ``between``. Where every worker has a host of its own, and where all share one,
+    The lowest rank of a host represents it on the network, where each host counts as one worker of
+    the topology ``between``. If every worker has a host of its own, or all share one host,
     this is the topology ``between`` and nothing else.
 
     Args:
-        between: Who holds tensors, of hosts that exchange them.
+        between: The topology of the exchange between hosts.
 
     >>> TwoLevel(Sharded()).deal([100, 40], Cluster(workers=2, servers=2, members=((0, 1), (2, 3))))
     ((2,), (3,))

@@ -1,1 +1,1 @@
-"""The only I/O: messages over ZeroMQ, collectives over torch.distributed, memory for tests."""
+"""All I/O: messages over ZeroMQ, collectives over torch.distributed, memory for tests."""

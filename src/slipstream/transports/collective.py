@@ -16,7 +16,19 @@ LOOK_AROUND = timedelta(seconds=1)
 
 
 class Collectives:
-    """All-reduce over gloo (CPU) or NCCL (CUDA); waits also check for faults of the job."""
+    """All-reduce over gloo (CPU) or NCCL (CUDA); waits also check for faults of the job.
+
+    Args:
+        store: The store in which the ranks meet.
+        key: The prefix of this group's keys in the store.
+        rank: This rank.
+        world_size: The number of ranks.
+        host: This host's address, for gloo.
+        device: The device of the tensors.
+        limit_s: The longest wait for an operation.
+        check: Raises the fault of the job, if there is one; called while waiting.
+        grace_s: The time after a broken connection in which the heartbeat may name the lost rank.
+    """
 
     def __init__(
         self,
@@ -52,7 +64,7 @@ class Collectives:
         return self._group.allreduce([tensor])
 
     def wait(self, work: Any) -> None:
-        """Wait for an operation; raises the fault of the job, or WaitLimit."""
+        """Wait for an operation; raise the fault of the job, or WaitLimit."""
         deadline = time.monotonic() + self._limit_s
         if self.device.type == "cuda":
             # NCCL treats a timeout of wait() as the operation's own limit, and aborts at it.
@@ -73,7 +85,7 @@ class Collectives:
                 raise WaitLimit("a collective", self._limit_s, [])
 
     def _explain(self, error: RuntimeError) -> None:
-        """A broken connection names no rank; the heartbeat will, a little later."""
+        """Raise the fault behind a broken connection, which names no rank itself."""
         deadline = time.monotonic() + self._grace_s
         while time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may open, and connections that use them up."""
+"""File descriptors: the limit of this process, and connections that use them up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.errors import OutOfDescriptors
 WANTED = 65536
 SHARE = 2  # connections are closed when 1/SHARE of the limit is in use
 IDLE_MS = 1000  # a member sends sooner after it has connected
-STUCK_S = 5.0  # how long a member's connection may wait for a descriptor
+STUCK_S = 5.0  # longest wait of a member's connection for a descriptor
 ERRORS = frozenset({errno.EMFILE, errno.ENFILE})
 TCP_INFO_TIMES = struct.Struct("=8B9I4I")  # tcp_info up to the times of the last data in and out
 WAITING_CONNECTIONS = 12  # its index among these; of a socket that listens
@@ -38,38 +38,38 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_limit() -> int:
-    """How many descriptors this process may have open."""
+    """Return how many descriptors this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED if soft == resource.RLIM_INFINITY else soft
 
 
 def open_descriptors() -> list[int]:
-    """The descriptors that this process has open."""
+    """Return the descriptors that this process has open."""
     place = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     return [int(name) for name in os.listdir(place)]
 
 
 def out_of_descriptors(doing: str) -> OutOfDescriptors:
-    """The error of an operation that needs one more."""
+    """Return the error of an operation that needs one more descriptor."""
     return OutOfDescriptors(doing, descriptor_limit())
 
 
 class ConnectionGuard:
-    """Prevents connections of non-members from using up this process's descriptors.
+    """A guard that keeps connections of non-members from using up this process's descriptors.
 
-    ZeroMQ and torch's store accept any number of connections; ZeroMQ closes those that do not
-    authenticate after some seconds, the store never closes one. When descriptors run short, this
-    closes idle connections: to the store, which ranks need only for the rendezvous, and to
+    ZeroMQ and torch's store accept any number of connections. ZeroMQ closes those that do not
+    authenticate after some seconds; the store never closes one. When descriptors run short, the
+    guard closes idle connections: to the store, which ranks need only for the rendezvous, and to
     ``link_port``, unless a member has sent messages over them.
 
     If members and this process itself have used up all descriptors, ZeroMQ tries for ever to accept
-    or to open the next connection, and reports nothing. Then this raises an error.
+    or to open the next connection, and reports nothing. Then the guard raises an error.
 
     Args:
-        link_port: where ZeroMQ listens.
-        used: the descriptors of connections over which members have sent messages.
-        unconnected: peers to which ZeroMQ has no connection yet.
-        clock: in seconds.
+        link_port: The port at which ZeroMQ listens.
+        used: The descriptors of connections over which members have sent messages.
+        unconnected: Returns the peers to which ZeroMQ has no connection yet.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class ConnectionGuard:
         self._closed = False
 
     def tick(self) -> int:
-        """Call it regularly, always from one thread; returns how many connections it has closed.
+        """Close idle connections; return how many. Call it regularly, always from one thread.
 
         Raises:
-            OutOfDescriptors: a connection has waited too long for a descriptor, and there is none
+            OutOfDescriptors: A connection has waited too long for a descriptor, and there is none
                 to close.
         """
         if self._closed:
@@ -160,7 +160,7 @@ def end_if_idle(connection: socket.socket) -> bool:
 
 @contextmanager
 def borrowed(fd: int, copy: int) -> Iterator[socket.socket | None]:
-    """A socket that other code owns and may close at any time, copied to descriptor ``copy``.
+    """Yield a socket that other code owns and may close at any time, copied to ``copy``.
 
     Yields None if ``fd`` is not a socket. The copy stays open afterwards.
     """
@@ -189,7 +189,7 @@ def copied(fd: int, copy: int) -> bool:
 
 
 def came_in_at(connection: socket.socket) -> int | None:
-    """The local port of an incoming TCP connection; None for anything else."""
+    """Return the local port of an incoming TCP connection; None for anything else."""
     try:
         connection.getpeername()  # raises for a socket that listens
         return int(connection.getsockname()[1])
@@ -198,13 +198,13 @@ def came_in_at(connection: socket.socket) -> int | None:
 
 
 def is_idle(connection: socket.socket) -> bool:
-    """Whether nothing was received for a while."""
+    """Return whether nothing was received for a while."""
     idle_ms = tcp_info(connection, LAST_DATA_RECEIVED)
     return idle_ms is None or idle_ms >= IDLE_MS
 
 
 def waiting_at(port: int, listener: socket.socket) -> int:
-    """How many connections wait to be accepted, if this socket listens at ``port``; else 0."""
+    """Return how many connections wait at ``port``, if this socket listens there."""
     try:
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if not listens or listener.getsockname()[1] != port:
@@ -215,7 +215,7 @@ def waiting_at(port: int, listener: socket.socket) -> int:
 
 
 def tcp_info(connection: socket.socket, index: int) -> int | None:
-    """One value of what the kernel knows of a connection; None if it does not tell."""
+    """Return one of the kernel's values about a connection; None if it gives none."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_TIMES.size)
         return int(TCP_INFO_TIMES.unpack(info)[index])

@@ -1,4 +1,4 @@
-"""Messages between two processes of one machine over a socket that both were started with.
+"""Messages between two processes of one machine over a socket that both inherited.
 
 No other process can connect: such a socket has no address. A message is a typed msgpack body, and
 may carry a descriptor.
@@ -25,11 +25,11 @@ Body = TypeVar("Body")
 
 
 class Hangup(Exception):
-    """The other side has closed, or died."""
+    """An error that the other side has closed, or died."""
 
 
 class LocalSocket(Generic[Body]):
-    """One end. Any thread may send; one thread receives."""
+    """One end of a local connection. Any thread may send; one thread receives."""
 
     def __init__(self, end: socket.socket, bodies: type[Body]) -> None:
         self._end = end
@@ -40,11 +40,11 @@ class LocalSocket(Generic[Body]):
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
-        """The descriptor of this end."""
+        """Return the descriptor of this end."""
         return self._end.fileno()
 
     def send(self, body: object, descriptor: int | None = None) -> None:
-        """Raises ``Hangup`` if the other side is closed, ``TimeoutError`` if it does not read."""
+        """Send a message; raise ``Hangup`` if the other end is closed, ``TimeoutError`` if late."""
         content = self._encoder.encode(body)
         frame = HEAD.pack(len(content), int(descriptor is not None)) + content
         with self._sending:
@@ -59,16 +59,16 @@ class LocalSocket(Generic[Body]):
                 raise Hangup(str(error)) from error
 
     def has_input(self) -> bool:
-        """Whether there is something to receive; two messages may arrive as one."""
+        """Return whether there is something to receive; two messages may arrive as one."""
         return bool(self._received) or bool(select.select([self._end], [], [], 0)[0])
 
     def receive(self, limit_s: float | None = None) -> tuple[Body, int | None]:
-        """The next message, and its descriptor. Raises ``Hangup`` if the other side is closed, and
-        ``TimeoutError`` if no message arrives in time."""
+        """Return the next message, and its descriptor. Raise ``Hangup`` if the other side is
+        closed, ``TimeoutError`` if no message arrives in time."""
         self._fill(HEAD.size, limit_s)
         nbytes, descriptors = HEAD.unpack_from(self._received)
         if nbytes > LARGEST:
-            raise FrameRefused(f"a message of {nbytes} bytes; at most {LARGEST} are taken")
+            raise FrameRefused(f"a message of {nbytes} bytes; the limit is {LARGEST}")
         self._fill(HEAD.size + nbytes, limit_s)
         content = bytes(self._received[HEAD.size : HEAD.size + nbytes])
         del self._received[: HEAD.size + nbytes]
@@ -77,7 +77,7 @@ class LocalSocket(Generic[Body]):
         try:
             body = self._decoder.decode(content)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            raise FrameRefused(f"a message that makes no sense: {error}") from error
+            raise FrameRefused(f"a message that cannot be decoded: {error}") from error
         return body, self._descriptors.pop(0) if descriptors else None
 
     def _fill(self, nbytes: int, limit_s: float | None) -> None:
@@ -110,7 +110,8 @@ class LocalSocket(Generic[Body]):
 
 
 def is_socket(descriptor: int) -> bool:
-    """False in a child of a worker: it inherits the variables, but not the descriptors."""
+    """Return whether a descriptor is a socket. It is not in a worker's child, which only inherits
+    the environment variable."""
     try:
         return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
     except OSError:
@@ -118,7 +119,7 @@ def is_socket(descriptor: int) -> bool:
 
 
 def socket_pair(send_s: float | None = None) -> tuple[socket.socket, socket.socket]:
-    """The first raises ``TimeoutError`` in sending if the other does not read for so long."""
+    """Return two connected sockets; sends of the first raise ``TimeoutError`` after ``send_s``."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     if send_s is not None:
         limit = struct.pack("ll", int(send_s), int(send_s % 1 * 1e6))

@@ -19,7 +19,7 @@ SCHEME = "memory://"
 
 @dataclass(slots=True)
 class DeliveryTicket:
-    """Done when the message has been delivered."""
+    """A ticket that is done when the message has been delivered."""
 
     done: bool = False
 
@@ -49,7 +49,7 @@ class MemoryNetwork:
         self._endpoints: dict[str, MemoryTransport] = {}
 
     def endpoint(self, name: str) -> MemoryTransport:
-        """The transport of a member, made at the first call."""
+        """Return the transport of a member, which the first call creates."""
         return self._endpoints.setdefault(name, MemoryTransport(name, self))
 
     def post(
@@ -78,7 +78,7 @@ class MemoryNetwork:
         source, peer = self._random.choice(busy)
         waiting = heapq.heappop(self._links[source, peer])
         if waiting.address is not None and waiting.address != self._endpoints[peer].address:
-            return self.deliver()  # no listener there any more
+            return self.deliver()  # its listener has closed
         frames = tuple(bytes(memoryview(frame)) for frame in waiting.frames)
         waiting.ticket.done = True
         self._endpoints[peer].arrive(waiting.header, frames)
@@ -134,13 +134,13 @@ class MemoryTransport:
         self._inbox.append(Message(envelope.sender, envelope.body, frames, process, pair))
 
     def receive(self, timeout_s: float) -> Message[Any] | None:
-        """The next message; lets the network move while there is none."""
+        """Return the next message; let the network move while there is none."""
         while not self._inbox and self._network.deliver():
             pass
         return self._inbox.popleft() if self._inbox else None
 
     def link_alive(self, peer: str) -> bool:
-        """Unknown: there is nothing below the messages."""
+        """Return False: there is no link below the messages that could be tested."""
         return False
 
     def delivered(self, peer: str) -> tuple[int, float]:
@@ -150,7 +150,7 @@ class MemoryTransport:
         return False
 
     def wake(self) -> None:
-        """Nothing to do: there is only one thread."""
+        """Do nothing: there is only one thread."""
 
     def close(self, linger_s: float) -> None:
         self._peers.clear()

@@ -14,19 +14,22 @@ CONTROL = -1_000_000
 
 
 class Ticket(Protocol):
-    """Reports when a message's frames may be changed again."""
+    """A report of when a message's frames may be changed again."""
 
     @property
     def done(self) -> bool:
-        """Whether they may be changed."""
+        """True if the frames may be changed."""
 
 
 class Transport(Protocol):
-    """Sends to members by name. ``send`` may be called from any thread, the rest from one."""
+    """An endpoint that sends to members by name.
+
+    ``send`` may be called from any thread, the other methods from one.
+    """
 
     @property
     def address(self) -> str:
-        """Where peers reach this transport."""
+        """The address at which peers reach this transport."""
 
     @property
     def process(self) -> int:
@@ -49,19 +52,19 @@ class Transport(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> Message[Any] | None:
-        """The next message, or None if none comes in time."""
+        """Return the next message, or None if none comes in time."""
 
     def link_alive(self, peer: str) -> bool:
-        """Whether the link itself still answers, even if the peer's program sends nothing."""
+        """Return whether the link still answers, even if the peer's program sends nothing."""
         ...
 
     def delivered(self, peer: str) -> tuple[int, float]:
-        """Bytes that have arrived at a peer so far, and in how many seconds some were under way;
-        from any thread. Nothing where that is not known."""
+        """Return the bytes that have arrived at a peer so far, and the seconds in which data was in
+        flight; from any thread. Both are 0 if that is not known."""
         ...
 
     def link_refused(self, peer: str) -> bool:
-        """Whether the peer's host refuses connections to its port: the peer has died."""
+        """Return whether the peer's host refuses connections to its port: the peer has died."""
         ...
 
     def wake(self) -> None:

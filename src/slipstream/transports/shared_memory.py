@@ -27,7 +27,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> SharedMemory:
-        """Zeros, of a size that cannot change, so that mappings stay valid."""
+        """Create memory of zeros, of a size that cannot change, so that mappings stay valid."""
         if sys.platform != "linux":
             raise LaunchError("learners that share memory need Linux; use async_sgd elsewhere")
         try:
@@ -46,9 +46,9 @@ class SharedMemory:
         return cls(descriptor)
 
     def view(self, at: int, nbytes: int) -> memoryview:
-        """``nbytes`` bytes from ``at`` on."""
+        """Return ``nbytes`` bytes from ``at`` on."""
         return memoryview(self.memory)[at : at + nbytes]
 
     def close(self) -> None:
-        """Existing views stay mapped as long as they are referenced."""
+        """Close the mapping; existing views stay valid as long as they are referenced."""
         os.close(self.descriptor)

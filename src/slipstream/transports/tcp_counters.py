@@ -13,7 +13,7 @@ _COUNTER = struct.Struct("@Q")
 
 
 def acknowledged(fd: int, port: int) -> tuple[int, float]:
-    """Bytes that the other end has acknowledged, and the seconds in which data was in flight.
+    """Return the bytes that the other end has acknowledged, and the seconds with data in flight.
 
     Both are 0 if the kernel does not count them, or if the descriptor is no longer the
     connection to this port.

@@ -37,13 +37,13 @@ class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 class Push(Body, tag="push", frozen=True):
     """A worker's contribution to one unit; ``counts`` are the frames of each of its segments, or of
-    its layer: 0 where the worker has no gradient.
+    its layer: 0 if the worker has no gradient there.
 
-    ``read`` is how many results of the unit were in the weights it was computed from. ``settings``
-    are the optimizer's hyperparameters by group, where servers update; ``rate`` is the learning
-    rate relative to the highest so far. If ``early`` is True, the first frames of a layer were
-    sent before, in an Early. ``weights`` say of how many contributions each place is the
-    sum: of workers, or of one worker's to several rounds; empty if each is one.
+    ``read`` is the number of the unit's results in the weights that it was computed from.
+    ``settings`` are the optimizer's hyperparameters by group, if servers update; ``rate`` is the
+    learning rate relative to the highest so far. If ``early`` is True, the first frames of a layer
+    were sent before, in an Early. ``weights`` are the numbers of contributions summed in each
+    segment: of workers, or of one worker's to several rounds; empty if each is one.
     """
 
     unit: Count
@@ -59,8 +59,8 @@ class Push(Body, tag="push", frozen=True):
 
 
 class Publish(Body, tag="publish", frozen=True):
-    """A holder's result for one chunk of a unit (``part``: which of its chunks); ``counts`` are the
-    frames of each segment, 0 where no worker contributed.
+    """A holder's result for one chunk of a unit (the ``part``-th of its chunks); ``counts`` are the
+    frames of each segment, 0 if no worker contributed.
 
     ``dropped`` are ranks that get this result although it does not contain their own contribution:
     they add it back to their residual.
@@ -86,10 +86,10 @@ class Early(Body, tag="early", frozen=True):
 class Part(Body, tag="part", frozen=True):
     """A worker's updates of some weights since it last sent these: fp32, from weight ``start`` on.
 
-    If ``packed`` is not 0, it is the number of values, which are packed as by the filter, without
-    zeros. ``steps`` is the number of steps of the worker; it holds once the ``last`` message of a
-    part has arrived. ``number`` counts the messages on this link in this ``incarnation`` of the
-    worker, so that a lost one is detected.
+    If ``packed`` is not 0, it is the number of values, which are encoded in the filter's format,
+    without zeros. ``steps`` is the number of steps of the worker; it holds once the ``last``
+    message of a part has arrived. ``number`` counts the messages on this link in this
+    ``incarnation`` of the worker, so that a lost message is detected.
     """
 
     incarnation: Count
@@ -112,7 +112,7 @@ class Tail(Body, tag="tail", frozen=True):
 
 
 class HandoverDone(Body, tag="handover_done", frozen=True):
-    """A worker to rank 0, in order after all that it has sent before: from now on the sender itself
+    """A worker to rank 0, in order after everything it has sent: from now on the sender itself
     sends its updates to ``rank``, which has come back in incarnation ``back_in``."""
 
     incarnation: Count
@@ -171,8 +171,8 @@ class WeightsReply(Body, tag="opinion", frozen=True):
 
 
 class Rows(Body, tag="rows", frozen=True):
-    """Rank 0 to workers, for the next choice between compact and dense: how many rows each layer's
-    gradient has there."""
+    """Rank 0 to workers, for the next choice between compact and dense: the number of rows of each
+    layer's gradient."""
 
     choice: Count
     rows: list[Count]
@@ -282,8 +282,8 @@ class Contribute(Body, tag="contribute", frozen=True):
     """A rank to rank 0: the sender takes part in the gathering of this key; the payload is its
     value.
 
-    Values come from ``source``: every rank, the first rank that gives one, or one given rank. A
-    rank that ``asks`` gets the values; one that has no value sends no payload.
+    Values come from ``source``: every rank, the first rank that has one, or one given rank. A rank
+    that ``asks`` gets the values; one that has no value sends no payload.
     """
 
     key: Key
@@ -402,7 +402,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """The header frame: the sender and its process, the body, and the pair.
 
     A name belongs to one process; messages of another process under this name are refused. A pair
-    is a model with its optimizer; what concerns the whole job is for pair 0.
+    is a model with its optimizer; messages about the whole job are for pair 0.
     """
 
     sender: Name
@@ -435,12 +435,12 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode_header(sender: str, body: AnyBody, process: int = 0, pair: int = 0) -> bytes:
-    """The header frame of a message."""
+    """Return the header frame of a message."""
     return _encoder.encode(Envelope(sender, body, process, pair))
 
 
 def decode_header(header: Buffer) -> Envelope:
-    """The envelope, or FrameRefused."""
+    """Return the envelope of a header; raise FrameRefused if it cannot be decoded."""
     view = memoryview(header)
     if view.nbytes > HEADER_BYTES:
         raise FrameRefused(f"a header of {view.nbytes} bytes; the limit is {HEADER_BYTES}")
@@ -451,7 +451,7 @@ def decode_header(header: Buffer) -> Envelope:
 
 
 def checksum(frames: Sequence[Buffer]) -> int:
-    """CRC-32C over all frames."""
+    """Return the CRC-32C of all frames."""
     crc = 0
     for frame in frames:
         crc = crc32c(frame, crc)
@@ -459,10 +459,10 @@ def checksum(frames: Sequence[Buffer]) -> int:
 
 
 def refuse_damaged(message: Message[Any], crc: int) -> None:
-    """Compare frames with their checksum.
+    """Check frames against their checksum.
 
     Raises:
-        FrameRefused: They differ.
+        FrameRefused: The checksum is another.
     """
     if checksum(message.frames) != crc:
         raise FrameRefused("checksum does not match the bytes")

@@ -20,8 +20,8 @@ from typing import Any
 
 import zmq
 
-# It stops working at the process's end, by an exit handler, which its import registers. Handlers
-# run in reverse order: it has to come before that of a job without a ``with`` block, which sends.
+# It stops working at the process's end, by an exit handler that its import registers. Handlers run
+# in reverse order: import it before that of a job without a ``with`` block, which sends.
 import zmq.utils.garbage
 from zmq.utils.monitor import recv_monitor_message
 
@@ -48,14 +48,14 @@ MAKE_ROOM_S = 3.0  # time to wait for a descriptor; shorter than the silence lim
 HANDSHAKE_S = 5.0  # a connection that does not authenticate sooner is closed
 MOST_SOCKETS = 65535  # ZeroMQ's own limit is 1023; a peer takes six
 LARGEST_FRAME_BYTES = LARGEST_CHUNK_BYTES
-# A server's port receives a flow from each worker, and vice versa. With the kernel's own,
-# much larger buffers these flows overrun the switch's queue, and one flow of a round waits
-# for retransmissions. Flows share a link in proportion to their buffers: a worker's are larger than
+# A server's port receives a flow from each worker, and vice versa. With the kernel's own, much
+# larger buffers these flows overrun the switch's queue, and one flow of a round waits for
+# retransmissions. Flows share a link in proportion to their buffers: a worker's are larger than
 # those of a colocated server, because a server can answer only when it has every worker's part;
 # when answers delay parts, links become idle (6% of a step at 200 Mbit/s).
 WORKER_SEND_BUFFER_BYTES = 192 * 1024
 SERVER_SEND_BUFFER_BYTES = 64 * 1024
-Lane = tuple[str, bool]  # a peer, and whether for control messages
+Lane = tuple[str, bool]  # a peer, and True for its control messages
 LINK_EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -67,7 +67,7 @@ _ZAP = "inproc://zeromq.zap.01"
 
 
 class SendTicket:
-    """Done when ZeroMQ has passed every byte of every frame to the kernel."""
+    """A ticket that is done when ZeroMQ has passed every byte of every frame to the kernel."""
 
     __slots__ = ("tracker",)
 
@@ -100,7 +100,7 @@ class Outbound:
         self.waiting: list[Posted] = []
 
     def flush(self) -> bool:
-        """Hand over as much as ZeroMQ takes; True when the queue is empty."""
+        """Pass as many messages to ZeroMQ as it takes; return True when the queue is empty."""
         while self.waiting:
             first = self.waiting[0]
             # Small frames are copied and done at once; each is tracked, not only the last.
@@ -115,13 +115,13 @@ class Outbound:
 
 
 def place_of(address: str) -> tuple[str, int]:
-    """``tcp://[::1]:5555`` → ``("::1", 5555)``."""
+    """Return host and port of an address: ``tcp://[::1]:5555`` → ``("::1", 5555)``."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def refuses(address: str) -> bool:
-    """Whether the host is reachable and refuses connections to the port."""
+    """Return whether the host is reachable and refuses connections to the port."""
     try:
         socket.create_connection(place_of(address), ASKING_S).close()
     except ConnectionRefusedError:
@@ -132,7 +132,16 @@ def refuses(address: str) -> bool:
 
 
 class ZmqTransport:
-    """See the module's docstring; implements ``Transport``."""
+    """A transport over ZeroMQ; implements ``Transport``.
+
+    Args:
+        name: This member's name.
+        host: The address to listen on.
+        credentials: The credentials of this run.
+        process: The number of this process; see ``wire.Envelope``.
+        largest_frame_bytes: A larger frame closes its connection.
+        send_buffer_bytes: The kernel's send buffer of each data link.
+    """
 
     def __init__(
         self,
@@ -246,7 +255,7 @@ class ZmqTransport:
             # only stopped for a while.
             link.heartbeat_ivl = round(PING_S * 1000)
             link.heartbeat_timeout = round(PONG_LIMIT_S * 1000)
-        self._watch(lane, link)  # first: an existing connection causes no event
+        self._watch(lane, link)  # before it connects: an existing connection causes no event
         link.connect(address)
 
     def _watch(self, lane: Lane, link: zmq.Socket[bytes]) -> None:
@@ -322,7 +331,7 @@ class ZmqTransport:
                 raise JobEnded from error
 
     def receive(self, timeout_s: float) -> Message[Any] | None:
-        """The next message that can be read, or None when the time is up."""
+        """Return the next message that can be decoded, or None when the time is up."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._dispatch_posted()
@@ -371,7 +380,7 @@ class ZmqTransport:
                 self._push_out(lane)
 
     def _cut(self, peer: str) -> None:
-        """A peer has a new address; drop messages in flight to the old one."""
+        """Drop messages in flight to a peer's old address."""
         for lane in ((peer, True), (peer, False)):
             outbound = self._outbound.pop(lane, None)
             if outbound is None:
@@ -424,7 +433,7 @@ class ZmqTransport:
             self._poller.poll(20)
         self.guard.close()
         self._inbound.close(0)
-        # First: ZeroMQ's thread would wait for ever to report to a closed monitor.
+        # Monitors first: ZeroMQ's thread would wait for ever to report to a closed monitor.
         for outbound in self._outbound.values():
             outbound.link.disable_monitor()
         for monitor in self._monitors:

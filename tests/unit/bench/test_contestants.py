@@ -76,7 +76,7 @@ def test_a_comparison_leaves_missing_peers_out_and_says_so(
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"beside them local, .*torchft_diloco"):
+    with pytest.raises(ConfigError, match=r"and of other projects local, .*torchft_diloco"):
         check("nonsense")
 
 

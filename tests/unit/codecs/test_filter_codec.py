@@ -429,7 +429,7 @@ def test_changed_frames_are_refused_or_decoded(
 def test_frames_of_another_recipe_are_refused() -> None:
     memory = Residual.zeros(4)
     (frame,) = bounded(1.0, values="bfloat16").encode(floats(1, 2, 3, 4), memory, EncodeContext())
-    refused(bounded(1.0), bytes(memoryview(frame)), 4, "values of type 2 where float32")
+    refused(bounded(1.0), bytes(memoryview(frame)), 4, "values of type code 2: expected float32")
     (plain,) = bounded(1.0).encode(floats(1, 2, 3, 4), memory, EncodeContext())
     marked = bytearray(memoryview(plain))
     marked[2] = 3

@@ -74,7 +74,7 @@ def test_a_row_larger_than_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(frame) for frame in ids] == [16, 8, 8, 16, 8, 8, 8, 8, 8]
     Rows().examine(ids, TABLE)
     ids[2] = np.array([7], np.int64).tobytes()
-    with pytest.raises(FrameRefused, match="ids of rows"):
+    with pytest.raises(FrameRefused, match="ids outside of a table of 7 rows"):
         Rows().examine(ids, TABLE)
 
 
@@ -102,7 +102,7 @@ def test_a_matrix_travels_in_its_own_memory() -> None:
     )
 )
 def test_other_rows_are_refused(ids: list[int]) -> None:
-    with pytest.raises(FrameRefused, match="ids of rows"):
+    with pytest.raises(FrameRefused, match="ids outside of a table of 7 rows"):
         Rows().examine(of_ids(ids), TABLE)
 
 
@@ -124,8 +124,8 @@ def test_anything_is_taken_or_refused(table: bool, early: bool, frames: list[byt
         return
     rest, rows = frames, []
     for width in ((1, 5) if table else (5, 3))[: 1 if early else 2]:
-        count, dtype, used = frames_taken(rest, Wanted(width, tuple(BYTES)))
-        assert sum(map(len, rest[1:used])) == count * width * BYTES[dtype]
+        count, dtype, used = frames_taken(rest, Wanted(width))
+        assert sum(map(len, rest[1:used])) == matrix_nbytes(count * width, dtype)
         rows.append(count)
         rest = rest[used:]
     assert not rest
@@ -200,7 +200,7 @@ def test_rows_of_a_table_do_not_leave_early() -> None:
 
 
 def test_ids_have_one_dtype() -> None:
-    with pytest.raises(FrameRefused, match="a matrix of type float32"):
+    with pytest.raises(FrameRefused, match="matrix of type float32: expected"):
         Rows().examine(zeros(2, 1, "float32") + zeros(2, 5, "float32"), TABLE)
 
 

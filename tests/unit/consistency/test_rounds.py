@@ -120,11 +120,11 @@ def test_agreed_rounds_close_when_they_are_told_who_made_them() -> None:
 )
 def test_a_round_closes_by_number_or_by_time(came: int, open_s: float, closes: bool) -> None:
     rule = FirstOf(first=4, close_after_s=1.0, min_first=2)
-    assert rule.closes(came=came, members=6, open_s=open_s) is closes
+    assert rule.closes(num_arrived=came, members=6, open_s=open_s) is closes
 
 
 def test_a_round_needs_no_more_than_there_are() -> None:
-    assert FirstOf(first=4).closes(came=2, members=2, open_s=0)
+    assert FirstOf(first=4).closes(num_arrived=2, members=2, open_s=0)
 
 
 @pytest.mark.parametrize(

@@ -90,4 +90,4 @@ def test_comparison_names_what_ranks_have_handed_to_servers_differently() -> Non
     found = compared((report(0), report(0)), (report(8), report(8, handed=[0, 3])))
     assert found is not None
     assert (found.rank, found.parameter, found.is_over) == (1, "second", True)
-    assert "the servers took what rank 0 made of it" in found.text
+    assert "the servers took rank 0's values" in found.text

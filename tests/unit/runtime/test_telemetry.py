@@ -151,7 +151,7 @@ def test_a_full_disk_costs_figures_and_no_more(
 
     said = [f"the run log {log}", f"TensorBoard's events in {board}"]
     assert warnings_of(caplog) == [
-        f"slipstream: {name} cannot be written (No space left on device). Training goes on; what "
+        f"slipstream: {name} cannot be written (No space left on device). Training continues; what "
         "cannot be written is missing there, and later figures are tried again"
         for name in said
     ]
@@ -191,8 +191,8 @@ def test_a_disk_that_is_full_from_the_start_is_an_error(
     # Who was started again in the midst of training does without.
     watchers.add(lambda: RunLog(Path("/dev/full"), {}), training=True)
     assert warnings_of(caplog) == [
-        "slipstream: cannot write the run log /dev/full: No space left on device. Training goes on "
-        "without it"
+        "slipstream: cannot write the run log /dev/full: No space left on device. Training "
+        "continues without it"
     ]
     assert not watchers
 

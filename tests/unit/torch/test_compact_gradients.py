@@ -614,8 +614,8 @@ def test_contributions_that_are_refused_change_nothing(workers: list[Worker]) ->
         ("where 2 rows take", 0, *with_frames(*matrices((2, "1", 32)))),
         ("other frames", 0, *with_frames(*matrices((2, "1", 32), (2, "1", 32)))),
         ("1 rows of X and 2 of dY", 0, *with_frames(*matrices((1, "1", 32), (2, "1", 64)))),
-        ("a matrix of type int64", 0, *with_frames(*matrices((1, "5", 64), (1, "1", 32)))),
-        ("a matrix of type 77", 0, *with_frames(*matrices((1, "77", 32), (1, "1", 32)))),
+        ("matrix of type int64: expected", 0, *with_frames(*matrices((1, "5", 64), (1, "1", 32)))),
+        ("matrix of type 77: expected", 0, *with_frames(*matrices((1, "77", 32), (1, "1", 32)))),
         ("bytes where 1 rows take 32", 0, *with_frames(one)),
         ("header", 0, *with_frames(one[:-1])),
     ]
@@ -657,7 +657,7 @@ def test_early_inputs_that_are_refused_change_nothing(workers: list[Worker]) -> 
         ("bytes where", 0, *with_frames(*matrices((2**61, "1", 32)))),
         ("0 rows of inputs", 0, *with_frames(*matrices((0, "1", 0))[:1])),
         ("in 4 frames", 0, *with_frames(*matrices((1, "1", 32), (1, "1", 32)))),
-        ("a matrix of type int64", 0, *with_frames(*matrices((1, "5", 64)))),
+        ("matrix of type int64: expected", 0, *with_frames(*matrices((1, "5", 64)))),
         ("header", 0, *with_frames()),
     ]
     for reason, rank, forged, frames in wrong:

@@ -1,4 +1,4 @@
-"""What the benchmarks measure: workloads, layer tables, emulated devices, stragglers.
+"""The parts of benchmarks: workloads, layer tables, emulated devices, stragglers.
 
 Import from the modules; importing this package alone costs nothing, not even torch.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FRAME_PAYLOAD = 1448 / 1514  # of every frame on the wire, TCP's payload
+FRAME_PAYLOAD = 1448 / 1514  # the share of TCP's payload in a frame on the wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,12 @@ class Shape:
 
 
 def dense_bytes(shapes: Iterable[Shape], workers: int) -> float:
-    """2(n−1)/n of the model: a link's bytes, each way, in any exact dense exchange."""
+    """Return 2(n−1)/n of the model: a link's bytes, each way, in any exact dense exchange."""
     return 2 * (workers - 1) / workers * sum(s.numel * s.itemsize for s in shapes)
 
 
 def exact_bytes(shapes: Iterable[Shape], workers: int) -> float:
-    """The same where every matrix may be sent as factors instead: (n−1)·K·(M+N)."""
+    """Return the same if matrices may be sent as factors instead: (n−1)·K·(M+N) each."""
     total = 0.0
     for shape in shapes:
         dense = dense_bytes([shape], workers)
@@ -38,5 +38,5 @@ def exact_bytes(shapes: Iterable[Shape], workers: int) -> float:
 
 
 def seconds(nbytes: float, bits_per_second: float) -> float:
-    """The time of a link for a payload, including the headers of frames."""
+    """Return the time of a link for a payload, including the headers of frames."""
     return nbytes * 8 / (bits_per_second * FRAME_PAYLOAD)

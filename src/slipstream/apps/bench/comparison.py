@@ -1,6 +1,6 @@
-"""Compares systems: in turns, each time with fresh workers, on the same links.
+"""A comparison of systems: in turns, each time with new workers, on the same links.
 
-Other load on the machine then affects all of them equally; ratios are what counts.
+Other load on the machine then affects all of them equally; what counts are ratios.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUDGET_S = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What to compare on which workload; ``trial`` is the same for all, except for the system."""
+    """The systems to compare, and the workload; ``trial`` is the same for all but the system."""
 
     trial: Trial
     systems: tuple[str, ...]
@@ -52,7 +52,7 @@ class Comparison:
     target: float | None = None
 
     def check(self, workload: Workload) -> None:
-        """Refuse what cannot work, before any process starts."""
+        """Check the comparison before any process starts."""
         if not self.systems:
             raise ConfigError("there is no system to measure; name one, such as push_pull")
         for system in self.systems:
@@ -112,28 +112,28 @@ class Outcome:
 
     @property
     def compute_s(self) -> float | None:
-        """Forward and backward, including any waits of a system within them."""
-        found = [timing.compute_s for run in self.runs for timing in run.timings]
-        return statistics.median(found) if found else None
+        """The time of forward and backward, including any waits of a system within them."""
+        times_s = [timing.compute_s for run in self.runs for timing in run.timings]
+        return statistics.median(times_s) if times_s else None
 
     @property
     def link_bytes(self) -> float | None:
         """The busiest link's bytes per step, sent or received."""
-        moved = [
+        bytes_per_step = [
             max(max(link.sent, link.received) for link in run.links) / self.steps
             for run in self.runs
             if run.links
         ]
-        return statistics.median(moved) if moved else None
+        return statistics.median(bytes_per_step) if bytes_per_step else None
 
     @property
     def metric(self) -> float | None:
         """The metric of the final weights, the mean over workers."""
-        found = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
-        return statistics.mean(found) if found else None
+        metrics = [j.metric for run in self.runs for j in run.judgements if j.metric is not None]
+        return statistics.mean(metrics) if metrics else None
 
     def reached(self, good: Callable[[float], bool]) -> list[Snapshot | None]:
-        """By run: the first snapshot that was good enough, if one was."""
+        """Return, by run, the first snapshot that was good enough, or None."""
         return [
             next((s for s in run.judgements[0].snapshots if good(s.metric)), None)
             for run in self.runs
@@ -141,7 +141,7 @@ class Outcome:
 
 
 class Ground:
-    """Where workers run: one on each host of a lab, or all on this machine's loopback."""
+    """The place of workers: one on each host of a lab, or all on this machine's loopback."""
 
     def __init__(
         self, workers: int, servers: int, lab: Lab | None, ports: Iterator[int] | None = None
@@ -179,7 +179,7 @@ class Ground:
 
 @contextmanager
 def ground(comparison: Comparison) -> Iterator[Ground]:
-    """A lab for the block, or none for plain loopback."""
+    """Yield a lab for the block, or plain loopback."""
     workers, servers = comparison.workers, comparison.servers
     if comparison.rate is None:
         yield Ground(workers, servers, None)
@@ -203,8 +203,8 @@ def compare(
     with ground(comparison) as where, ForkServer() as fork_server:
         for repetition in range(comparison.repetitions):
             for outcome in (alone, *outcomes):
-                said = _run_once(outcome, comparison, where, fork_server, bounds, alone.compute_s)
-                note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {said}")
+                result = _run_once(outcome, comparison, where, fork_server, bounds, alone.compute_s)
+                note(f"{outcome.system:32} {repetition + 1}/{comparison.repetitions}  {result}")
     return outcomes, Bounds(bounds.dense_s, bounds.exact_s, alone.median_s)
 
 
@@ -230,9 +230,9 @@ def _run_once(
 
 
 def measure(trial: Trial, where: Ground, fork_server: ForkServer, bounds: Bounds) -> Run:
-    """One trial: warmed up, then timed from a common start until all rounds are done.
+    """Run one trial: warm up, then time from a common start until all rounds are done.
 
-    Where workers miss rounds, the median worker's end counts: another may still be busy with a
+    If workers miss rounds, the median worker's end counts: another may still be busy with a
     gradient that will not count.
     """
     step_limit_s = 20.0 + 10.0 * (bounds.dense_s or 0.0)
@@ -295,12 +295,12 @@ def wire_bounds(comparison: Comparison, workload: Workload) -> Bounds:
 
 
 def model_shapes(workload: Workload, batch: int) -> list[Shape]:
-    """Every parameter of the workload's model; matrices of linear layers with their rows."""
+    """Return every parameter of the workload's model; matrices of linear layers with their rows."""
     from torch import nn
 
     model = workload.model()
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    # A matrix that is an embedding too has a gradient that its linear layer's rows do not give.
+    # If a matrix is also an embedding, its linear layer's rows do not give its whole gradient.
     matrices -= {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -317,7 +317,7 @@ def model_shapes(workload: Workload, batch: int) -> list[Shape]:
 
 
 def fitting_steps(bounds: Bounds, comparison: Comparison) -> int:
-    """As many as fit the budget, between 4 and 20."""
+    """Return as many steps as fit the budget, between 4 and 20."""
     likely_s = 1.1 * (bounds.dense_s or 0.0) + 0.3
     return min(20, max(4, round(BUDGET_S / likely_s) - comparison.trial.warmup))
 
@@ -329,7 +329,7 @@ def free_port() -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Facts about the machine that a reader needs to interpret the results."""
+    """Return facts about the machine that a reader needs to interpret the results."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     models = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]

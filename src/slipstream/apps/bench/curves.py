@@ -9,7 +9,7 @@ Curve = Sequence[Sequence[float]]  # of seconds and a metric
 
 
 def time_to(curve: Curve, target: float) -> float | None:
-    """When the mean of three evaluations reached the target, and from then on stayed there."""
+    """Return when the mean of three evaluations reached the target and then stayed there."""
     for at in range(len(curve) - 2):
         three = [metric for _, metric in curve[at : at + 3]]
         if three[0] >= target and statistics.mean(three) >= target:

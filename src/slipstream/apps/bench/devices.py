@@ -1,8 +1,8 @@
 """Emulated devices: nets that wait instead of computing, with real parameters and gradients.
 
-A layer's forward and backward take the time in its table; its gradient has the right shape and
-leaves autograd through the same hooks, layer by layer, as a real one. Contents are noise that is
-made once: a gradient's memory is reused, and backward writes nothing to it. So many workers can
+A layer's forward and backward take the time in its table; its gradient has the right shape and is
+passed on by autograd through the same hooks, layer by layer, as a real one. Contents are noise that
+is drawn once: a gradient's memory is reused, and backward writes nothing to it. So many workers can
 share a few cores, and the measurement shows the communication.
 
 Fully connected layers are ``nn.Linear``: a forward pre-hook sees X (K × N), and a hook on the
@@ -10,8 +10,8 @@ output sees dY (K × M), both of them memory with K rows. Set ``on_factors`` to 
 both in backward *instead of* dense gradients for weight and bias; computing a dense gradient from
 them (``rebuild``) then takes the time of its flops, at the device's speed in the table.
 
-Branches run one after the other, in the table's order. Only the weight update is really
-computed; ``include_update`` counts it as part of the table's time.
+Branches run one after the other, in the table's order. Only the weight update is really computed;
+``include_update`` counts it as part of the table's time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Work:
 
 
 class _Occupy(torch.autograd.Function):
-    """Returns its input, and keeps the device busy."""
+    """An identity function that keeps the device busy."""
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, work: Work, *_parameters: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class _Occupy(torch.autograd.Function):
 
 
 class _Multiply(torch.autograd.Function):
-    """Takes K × N, gives K × M."""
+    """A function from K × N to K × M."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: EmulatedLinear, *_parameters: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class _Multiply(torch.autograd.Function):
 
 
 class _Reshape(torch.autograd.Function):
-    """Takes rows of any length, gives rows of another."""
+    """A function from rows of any length to rows of another."""
 
     @staticmethod
     def forward(ctx: Any, signal: Tensor, outputs: Rows, input_gradients: Rows) -> Tensor:
@@ -160,7 +160,7 @@ class EmulatedLinear(nn.Linear):
         return multiply(input, self, *self.parameters())
 
     def rebuild(self, rows: int) -> None:
-        """A GEMM over all workers' rows, instead of the one over its own in backward."""
+        """Keep busy for a GEMM over all workers' rows, not over this worker's own in backward."""
         self.work.forward(rows - self._rows)
         wanted = [parameter.requires_grad for parameter in self.parameters()]
         for parameter, gradient in zip(self.parameters(), self.work.gradients(wanted), strict=True):
@@ -168,7 +168,7 @@ class EmulatedLinear(nn.Linear):
 
 
 class Reshaping(nn.Module):
-    """Between layers whose columns differ, where a real net pools or flattens; takes no time."""
+    """A layer between others whose columns differ, for pooling or flattening; takes no time."""
 
     def __init__(self, inputs: int, outputs: int, noise: Noise) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Reshaping(nn.Module):
 
 
 class EmulatedNet(nn.Sequential):
-    """A table's layers in order, on one device; ``seed`` makes the contents of its gradients.
+    """A table's layers in order, on one device; ``seed`` determines its gradients' contents.
 
     It uses only the number of rows of its input, and takes a row's share of the table's time for
     each. The output has rows of the last fully connected layer, for any loss.

@@ -3,9 +3,9 @@
 Many processes on few cores would otherwise spend most of a comparison importing. It reads one
 request per line from stdin, answers with a line that names the workers' processes, and writes
 another one when some have ended. Each worker enters its network namespace, if it has one, and
-talks to the bench over a Unix socket. All workers end with this process, and it ends when its stdin
-closes. On request it kills those of a trial: it reaps them, so only it knows whether a number still
-belongs to a worker.
+communicates with the bench over a Unix socket. All workers end with this process, and it ends when
+its stdin closes. On request it kills the workers of a trial: it reaps them, so only it knows
+whether a number still belongs to a worker.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ SET_DEATH_SIGNAL = 1
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a worker runs, and its environment."""
+    """The place of a worker, and its environment."""
 
     env: dict[str, str]
     namespace: str | None = None
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
-    """The workers of one trial; ``trial`` is a ``slipstream.apps.bench.trial.Trial``."""
+    """A request for the workers of one trial; ``trial`` is a
+    ``slipstream.apps.bench.trial.Trial``."""
 
     trial: msgspec.Raw
     places: list[Place]
@@ -48,7 +49,7 @@ class Request(msgspec.Struct, frozen=True, tag=True):
 
 
 class KillAll(msgspec.Struct, frozen=True, tag=True):
-    """Kill all remaining workers and their children."""
+    """A request to kill all remaining workers and their children."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +59,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reaped(msgspec.Struct, frozen=True, tag=True):
-    """Workers that have ended. From now on their numbers may be reused."""
+    """A message that workers have ended. From now on their numbers may be reused."""
 
     pids: list[int]
 
@@ -86,15 +87,15 @@ def fork_on_request() -> None:
         text += more
         while b"\n" in text:
             line, _, text = text.partition(b"\n")
-            asked = msgspec.json.decode(line, type=Request | KillAll)
-            if isinstance(asked, Request):
-                children |= fork_all(asked)
+            request = msgspec.json.decode(line, type=Request | KillAll)
+            if isinstance(request, Request):
+                children |= fork_all(request)
             else:
                 kill_all(children)
 
 
 def preload() -> None:
-    """Import what every worker would otherwise import; nothing here starts a thread."""
+    """Import what every worker would otherwise import, without starting a thread."""
     import torch
     import torch.distributed
     import torch.optim
@@ -136,7 +137,7 @@ def reap(children: set[int]) -> None:
 
 
 def kill_all(children: set[int]) -> None:
-    """Numbers of children that are not reaped are not reused, so they are safe to kill."""
+    """Kill all children; this is safe, as numbers of unreaped children are not reused."""
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
         with contextlib.suppress(ProcessLookupError):
@@ -148,7 +149,7 @@ def answer(content: Started | Reaped) -> None:
 
 
 def become_worker(request: Request, place: Place, rank: int) -> NoReturn:
-    """Never returns: the worker ends with the trial."""
+    """Become a worker, and never return: the worker ends with the trial."""
     code = 1
     try:
         die_with_parent()
@@ -173,7 +174,7 @@ def die_with_parent() -> None:
 
 
 def redirect(errors: Path) -> None:
-    """No input, and all output goes to one file."""
+    """Close the input, and send all output to one file."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     file = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for target, source in ((0, nowhere), (1, file), (2, file)):
@@ -181,7 +182,7 @@ def redirect(errors: Path) -> None:
 
 
 def enter(namespace: str) -> None:
-    """What ``ip netns exec`` does, for a process that runs already."""
+    """Enter a network namespace, as ``ip netns exec`` does, in a process that runs already."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(NETNS_FOLDER / namespace, os.O_RDONLY)
     try:
@@ -203,7 +204,7 @@ def run(request: Request, rank: int) -> None:
 
         def wait() -> None:
             if not file.readline():
-                raise SystemExit("the bench that started this worker is gone")
+                raise SystemExit("the bench that started this worker has ended")
 
         work(trial, loaded(trial), rank, len(request.places), say, wait)
 

@@ -11,13 +11,13 @@ from slipstream.apps.bench.data import RatingBatch, SparseBatch
 from slipstream.apps.bench.data.vocabulary import PADDING
 from slipstream.apps.bench.tables import Table, table
 
-# The smallest image that leaves the last convolutions 3 × 3 places: every parameter keeps its
+# The smallest image for which the last convolutions have 3 × 3 positions: every parameter keeps its
 # shape, and a step takes a fraction of the computation.
 ALEXNET_SIDE = 63
 
 
 def fc_net() -> nn.Sequential:
-    """2048-2048-2048-1000: 10.4M parameters, nearly all in three matrices."""
+    """Return a 2048-2048-2048-1000 net: 10.4M parameters, nearly all in three matrices."""
     return nn.Sequential(
         *(nn.Linear(2048, 2048), nn.ReLU()),
         *(nn.Linear(2048, 2048), nn.ReLU()),
@@ -26,7 +26,7 @@ def fc_net() -> nn.Sequential:
 
 
 def conv_net(classes: int = 10) -> nn.Sequential:
-    """9.7M parameters, all but 5,000 of them in convolutions."""
+    """Return a net of 9.7M parameters, all but 5,000 of them in convolutions."""
 
     def conv(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU()]
@@ -44,7 +44,7 @@ def conv_net(classes: int = 10) -> nn.Sequential:
 
 
 def vgg_net(scale: float = 1.0) -> nn.Sequential:
-    """VGG19's layers; small images are pooled up to the 7 × 7 that its first matrix expects."""
+    """Return VGG19's layers; small images are pooled up to the 7 × 7 of its first matrix."""
     net = table("vgg19").scaled(scale)
     layers: list[nn.Module] = []
     inputs = 3
@@ -58,7 +58,7 @@ def vgg_net(scale: float = 1.0) -> nn.Sequential:
 
 
 def alexnet_net(scale: float = 1.0, *, classes: int = 1) -> nn.Sequential:
-    """AlexNet's layers, with one tower; small images are pooled up to 6 × 6.
+    """Return AlexNet's layers, with one tower; small images are pooled up to 6 × 6.
 
     The classifier's outputs shrink with every other layer's, but not below ``classes``.
     """
@@ -77,8 +77,7 @@ def alexnet_net(scale: float = 1.0, *, classes: int = 1) -> nn.Sequential:
 
 
 def _ready_to_learn(model: nn.Sequential) -> nn.Sequential:
-    """Initial weights after He et al.; with torch's own, eight layers learn nothing for a long
-    time."""
+    """Set initial weights after He et al.; with torch's, eight layers hardly learn."""
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -92,7 +91,7 @@ def _outputs(net: Table, kind: str) -> dict[str, int]:
 
 
 def _classifier(net: Table, inputs: int, *, least: int = 1) -> list[nn.Module]:
-    """With at least so many outputs."""
+    """Return the classifier's layers, with at least so many outputs."""
     layers: list[nn.Module] = []
     widths = [*_outputs(net, "fc").values()]
     widths[-1] = max(least, widths[-1])
@@ -103,7 +102,7 @@ def _classifier(net: Table, inputs: int, *, least: int = 1) -> list[nn.Module]:
 
 
 def small_image_net(classes: int = 10) -> nn.Sequential:
-    """Two convolutions and two matrices for images of 28 × 28: 0.2M parameters."""
+    """Return two convolutions and two matrices for images of 28 × 28: 0.2M parameters."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -129,7 +128,7 @@ class SparseLogistic(nn.Module):
 
 
 class Factorisation(nn.Module):
-    """A rating as r ≈ μ + b_u + b_i + p_u · q_i."""
+    """A model of a rating as r ≈ μ + b_u + b_i + p_u · q_i."""
 
     def __init__(self, users: int, items: int, rank: int, mean: float) -> None:
         super().__init__()
@@ -180,9 +179,9 @@ class TextNet(nn.Module):
 
 
 class Recommender(nn.Module):
-    """A rating from embeddings of its user, its item and the item's genres, by a small net.
+    """A model of a rating from embeddings of its user, its item and the item's genres.
 
-    Beside the three embeddings the net sees the user's, entry by entry, times the two others.
+    The net's input is these embeddings, and the user's times each of the others, entry by entry.
     """
 
     def __init__(
@@ -203,6 +202,6 @@ class Recommender(nn.Module):
         pairs, bags = rated
         user, item = self.users(pairs[:, 0]), self.items(pairs[:, 1])
         genres = self.genres(bags.indices, bags.offsets)
-        seen = torch.cat([user, item, genres, user * item, user * genres], 1)
-        rating: Tensor = self.mean + self.net(seen).squeeze(1)
+        inputs = torch.cat([user, item, genres, user * item, user * genres], 1)
+        rating: Tensor = self.mean + self.net(inputs).squeeze(1)
         return rating

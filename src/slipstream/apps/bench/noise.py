@@ -11,11 +11,11 @@ BLOCK_NUMEL = 1 << 16
 
 
 class Noise:
-    """Memory filled with normal numbers, which repeat: drawing every one would take too long."""
+    """Memory filled with normal numbers, which repeat: drawing each one would take too long."""
 
     def __init__(self, seed: int, scale: float) -> None:
-        drawn = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(seed))
-        self._block = drawn.mul_(scale)
+        normal = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(seed))
+        self._block = normal.mul_(scale)
 
     def make(self, shape: tuple[int, ...]) -> Tensor:
         flat = torch.empty(math.prod(shape))
@@ -26,7 +26,7 @@ class Noise:
 
 
 class Rows:
-    """K rows of activations, or of their gradients: made for the largest K so far, then reused."""
+    """Rows of activations, or of their gradients, drawn for the largest K so far and reused."""
 
     def __init__(self, noise: Noise, columns: int) -> None:
         self._noise = noise

@@ -1,7 +1,7 @@
 """A real net that takes as long as on a given device, however few cores it shares.
 
 Every layer with parameters gets an equal share of the step, a third of it forward. In the forward
-pass, a layer ends no earlier than its share after it began, so that waits for others are not
+pass, a layer ends no earlier than its share after its start, so that waits for others are not
 caught up. In the backward pass, nothing waits for others, and layers end by one clock that starts
 with the first. So gradients become ready throughout the backward pass, as on the device.
 """
@@ -17,7 +17,7 @@ SPIN_S = 0.0002
 
 
 class Pace:
-    """Hooks into a model; create it after slipstream's hooks, or waits count as computation."""
+    """Hooks in a model; create it after slipstream's hooks, or waits count as computation."""
 
     def __init__(self, model: nn.Module, step_s: float) -> None:
         layers = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]

@@ -1,4 +1,4 @@
-"""The bench's side of a trial: starts fresh workers, synchronizes them, limits every wait."""
+"""The bench's side of a trial: starts new workers, synchronizes them, limits every wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrialFailed(SlipstreamError):
 
 
 class ForkServer:
-    """Starts the workers of one trial after the other; all have ended when the block ends."""
+    """A starter of the workers of one trial after the other; all end with the block."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-bench-")
@@ -54,12 +54,12 @@ class ForkServer:
 
     def _read(self, stdout: IO[str]) -> None:
         for line in stdout:
-            told = msgspec.json.decode(line, type=Started | Reaped)
-            if isinstance(told, Reaped):
-                self._reaped |= set(told.pids)
+            message = msgspec.json.decode(line, type=Started | Reaped)
+            if isinstance(message, Reaped):
+                self._reaped |= set(message.pids)
             else:
-                self._reaped -= set(told.pids)  # earlier workers with the same numbers
-                self._started.put(told.pids)
+                self._reaped -= set(message.pids)  # earlier workers with the same numbers
+                self._started.put(message.pids)
 
     def __exit__(self, *_: object) -> None:
         with self._process as process:
@@ -68,7 +68,7 @@ class ForkServer:
 
     @contextmanager
     def process_group(self, trial: Trial, places: Sequence[Place]) -> Iterator[ProcessGroup]:
-        """The workers of one trial, killed at the end of the block if they have not ended."""
+        """Start the workers of one trial; at the end of the block, kill those that remain."""
         folder = Path(self._folder.name)
         path = folder / "line"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -83,7 +83,7 @@ class ForkServer:
                     process_group.accept(listener)
                     yield process_group
                 finally:
-                    with contextlib.suppress(TrialFailed):  # else they have ended with it
+                    with contextlib.suppress(TrialFailed):  # otherwise they have ended with it
                         self._ask(KillAll())
                     process_group.close()
             finally:
@@ -95,7 +95,7 @@ class ForkServer:
             return self._started.get(timeout=START_LIMIT_S)
         except queue.Empty:
             raise TrialFailed(
-                "the process that starts workers did not; what it wrote above tells why"
+                "the process that starts workers did not start them; its output above may show why"
             ) from None
 
     def _ask(self, request: Request | KillAll) -> None:
@@ -105,7 +105,7 @@ class ForkServer:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise TrialFailed(
-                "the process that starts workers has ended; what it wrote above tells why"
+                "the process that starts workers has ended; its output above may show why"
             ) from None
 
 
@@ -114,11 +114,11 @@ class ProcessGroup:
 
     def __init__(self, pids: Sequence[int], folder: Path, reaped: set[int]) -> None:
         self._pids, self._folder, self._reaped = pids, folder, reaped
-        self._heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lines: list[socket.socket] = []
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept every worker's connection, or raise why one is missing."""
+        """Accept every worker's connection, or raise an error with the missing worker's output."""
         until = time.monotonic() + START_LIMIT_S
         while len(self._lines) < len(self._pids):
             listener.settimeout(0.2)
@@ -138,29 +138,29 @@ class ProcessGroup:
             for text in file:
                 message = msgspec.json.decode(text)
                 rank = message["rank"]
-                self._heard.put(message)
-        self._heard.put({"rank": rank, "event": "gone", "content": None})
+                self._messages.put(message)
+        self._messages.put({"rank": rank, "event": "gone", "content": None})
 
     def hear(self, event: str, limit_s: float) -> list[Any]:
-        """Every worker's message at this point, by rank."""
+        """Return every worker's message at this point, by rank."""
         until = time.monotonic() + limit_s
-        said: dict[int, Any] = {}
-        while len(said) < len(self._pids):
+        contents: dict[int, Any] = {}
+        while len(contents) < len(self._pids):
             try:
-                message = self._heard.get(timeout=max(0.0, until - time.monotonic()))
+                message = self._messages.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                silent = [str(rank) for rank in range(len(self._pids)) if rank not in said]
+                silent = [str(rank) for rank in range(len(self._pids)) if rank not in contents]
                 raise TrialFailed(
                     f"no {event!r} from rank {', '.join(silent)} within {limit_s:.0f} s\n"
                     + self.tails()
                 ) from None
             if message["event"] == "gone":
-                # The first to end is not always the cause: let the others report, too.
+                # The first to end is not always the cause, so let the others report, too.
                 time.sleep(1.0)
                 raise TrialFailed(f"rank {message['rank']} ended before {event!r}\n{self.tails()}")
             if message["event"] == event:
-                said[message["rank"]] = message["content"]
-        return [said[rank] for rank in sorted(said)]
+                contents[message["rank"]] = message["content"]
+        return [contents[rank] for rank in sorted(contents)]
 
     def tell(self) -> None:
         """Let every worker continue."""
@@ -177,7 +177,7 @@ class ProcessGroup:
             time.sleep(0.01)
 
     def tails(self) -> str:
-        """The end of every worker's output."""
+        """Return the end of every worker's output."""
         parts = []
         for rank in range(len(self._pids)):
             file = self._folder / f"rank{rank}.err"

@@ -14,17 +14,17 @@ from slipstream.errors import ConfigError
 from slipstream.input_files import opened, read_rest
 from slipstream.printable import printable
 
-MOST_BYTES = 1 << 30  # of a file, unpacked: all of it is held in memory
+MOST_BYTES = 1 << 30  # of a file, unpacked, since all of it is held in memory
 
 
 def refused(path: Path, line: int | None, problem: str, way_out: str) -> ConfigError:
-    """The error to raise about a file; ``line`` counts from 1."""
+    """Return the error to raise about a file; ``line`` counts from 1."""
     where = str(path) if line is None else f"{path}, line {line}"
     return ConfigError(printable(f"{where}: {problem}; {way_out}"))
 
 
 def read_bytes(path: Path, way_out: str, most_nbytes: int = MOST_BYTES) -> bytes:
-    """The file's bytes, unpacked if its name ends in ``.gz``."""
+    """Return the file's bytes, unpacked if its name ends in ``.gz``."""
     try:
         with opened(path, most_nbytes) as file:
             if path.suffix != ".gz":
@@ -38,7 +38,7 @@ def read_bytes(path: Path, way_out: str, most_nbytes: int = MOST_BYTES) -> bytes
 
 
 def read_text(path: Path, way_out: str, most_nbytes: int = MOST_BYTES) -> str:
-    """As UTF-8 if valid, else as Latin-1, which older corpora use without a declaration."""
+    """Read text as UTF-8 if valid, else as Latin-1, which older corpora use without saying so."""
     content = read_bytes(path, way_out, most_nbytes)
     try:
         return content.decode("utf-8-sig")
@@ -61,7 +61,7 @@ def parse_json(path: Path, text: str) -> Any:
 
 
 def columns_of(path: Path, reader: csv.DictReader[str]) -> Sequence[str]:
-    """A CSV file's first line."""
+    """Return a CSV file's first line."""
     try:
         return reader.fieldnames or ()
     except csv.Error as error:
@@ -69,7 +69,7 @@ def columns_of(path: Path, reader: csv.DictReader[str]) -> Sequence[str]:
 
 
 def rows_of(path: Path, reader: csv.DictReader[str]) -> Iterator[dict[str, str]]:
-    """The following lines."""
+    """Yield the following lines."""
     try:
         yield from reader
     except csv.Error as error:

@@ -18,7 +18,7 @@ from slipstream.printable import printable
 
 
 def heading(comparison: Comparison, workload: Workload, bounds: Bounds) -> list[str]:
-    """What was measured, on which machine, and the lower bounds."""
+    """Return the lines on what was measured, on which machine, and the lower bounds."""
     links = "unshaped loopback" if comparison.rate is None else f"links of {comparison.rate}"
     batch = comparison.trial.batch or workload.batch
     lines = [
@@ -93,12 +93,12 @@ def _time_to(outcome: Outcome, goal: Goal, target: float) -> str:
 
 
 def median_time(outcome: Outcome, goal: Goal, target: float) -> float | None:
-    """The median over runs; None where a run did not get there."""
+    """Return the median time to the target over runs; None if a run did not reach it."""
     return _median_of(outcome, goal, target, lambda snapshot: snapshot.seconds)
 
 
 def median_steps(outcome: Outcome, goal: Goal, target: float) -> float | None:
-    """The same in steps since the clock started."""
+    """Return the same in steps since the clock started."""
     return _median_of(outcome, goal, target, lambda snapshot: snapshot.step)
 
 
@@ -113,7 +113,7 @@ def _median_of(
 def to_target(
     comparison: Comparison, workload: Workload, outcome: Outcome
 ) -> dict[str, float | None]:
-    """How much of everything it took to reach the target; None where it was not reached.
+    """Return the time, steps, bytes and so on to the target; None where it was not reached.
 
     Samples are those of all workers, with those of the steps before the clock started.
     """
@@ -132,7 +132,7 @@ def to_target(
 
 
 def beyond_computing(outcome: Outcome, bounds: Bounds) -> float | None:
-    """The step time minus that without any exchange: waiting, and the exchange's own work."""
+    """Return the step time minus that without an exchange: waiting, and the exchange's own work."""
     if outcome.median_s is None or bounds.compute_s is None:
         return None
     return max(0.0, outcome.median_s - bounds.compute_s)

@@ -1,14 +1,14 @@
 """Artificial stragglers: ``lognormal:0.5``, ``pareto:2.5``, ``worker:3:x5``, joined by commas.
 
-Each recipe gives a factor for a worker's step time; several multiply. The delay is added
-to a step that has been computed, so a step never gets shorter:
+Each recipe gives a factor for a worker's step time; several multiply. The delay is added to a step
+that has been computed, so a step never becomes shorter:
 
     lognormal:σ    max(1, exp(σz)), z normal: only the upper tail; half of the steps are on time
     pareto:α       p with P(p > x) = x^(−α), x ≥ 1
     worker:K:xF    F, for rank K alone
 
-The draws depend on (seed, rank, step) only: any worker can compute any other's delay, and a run
-can be repeated.
+The draws depend on (seed, rank, step) only: any worker can compute another's delay, and a run can
+be repeated.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Straggle(Protocol):
     """One recipe."""
 
     def slowdown(self, rank: int, uniform: float) -> float:
-        """The factor for the step time; ``uniform`` is drawn from (0, 1)."""
+        """Return the factor for the step time; ``uniform`` is drawn from (0, 1)."""
         ...
 
     def check(self, world: int) -> None:
-        """Refuse a recipe that is impossible with so many workers."""
+        """Check that a recipe is possible with so many workers."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Every worker, every step; the median step is on time."""
+    """A recipe for every worker, in every step; the median step is on time."""
 
     sigma: float
 
@@ -57,12 +57,12 @@ class Lognormal:
         return max(1.0, math.exp(self.sigma * _NORMAL.inv_cdf(uniform)))
 
     def check(self, world: int) -> None:
-        """Valid for any number of workers."""
+        """Do nothing: the recipe is valid for any number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """Every worker, every step; a few steps take very long."""
+    """A recipe for every worker, in every step; a few steps take very long."""
 
     alpha: float
 
@@ -77,12 +77,12 @@ class Pareto:
         return float(uniform ** (-1 / self.alpha))
 
     def check(self, world: int) -> None:
-        """Valid for any number of workers."""
+        """Do nothing: the recipe is valid for any number of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowWorker:
-    """One worker, always."""
+    """A recipe for one worker, in every step."""
 
     rank: int
     times: float
@@ -116,7 +116,7 @@ class Stragglers:
             recipe.check(world)
 
     def delay_s(self, rank: int, step: int, *, seed: int, base_s: float) -> float:
-        """The delay for a step that takes ``base_s`` by itself."""
+        """Return the delay for a step that takes ``base_s`` by itself."""
         slowdown = math.prod(
             recipe.slowdown(rank, uniform(seed, rank, step, index))
             for index, recipe in enumerate(self.recipes)
@@ -125,7 +125,7 @@ class Stragglers:
 
 
 def uniform(*key: int) -> float:
-    """A number in (0, 1) that depends on the key only, the same on every machine."""
+    """Return a number in (0, 1) that depends on the key only, the same on every machine."""
     text = ":".join(str(int(part)) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52
@@ -168,8 +168,8 @@ _READERS: dict[str, Callable[[str, str], Straggle]] = {
 }
 
 
-def _number(text: str, said: str) -> float:
+def _number(text: str, number: str) -> float:
     try:
-        return float(said)
+        return float(number)
     except ValueError:
-        raise ConfigError(f"cannot read {text!r}: {said!r} is not a number; {_FORMS}") from None
+        raise ConfigError(f"cannot read {text!r}: {number!r} is not a number; {_FORMS}") from None

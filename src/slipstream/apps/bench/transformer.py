@@ -15,7 +15,7 @@ MLP_FACTOR = 4
 
 
 class Attention(nn.Module):
-    """Several heads; each position sees itself and those before."""
+    """Attention with several heads; each position sees itself and earlier ones."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = self.inputs(x).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        output: Tensor = self.output(seen.transpose(1, 2).reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        output: Tensor = self.output(attended.transpose(1, 2).reshape(batch, length, width))
         return output
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Characters' numbers in, (rows, positions, symbols) logits for the next character out.
+    """A model from characters' numbers to (rows, positions, symbols) logits of the next character.
 
     A tied head has the embedding's own weights (Press and Wolf, 2017).
     """
@@ -69,7 +69,7 @@ class Gpt(nn.Module):
             self.head.weight = self.characters.weight
 
     def _initialise(self, layers: int) -> None:
-        """As GPT-2: what is added to the residual stream is smaller the more layers there are."""
+        """Initialise as GPT-2: the more layers, the less each adds to the residual stream."""
         nn.init.normal_(self.positions, std=INITIAL_STD)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -86,7 +86,7 @@ class Gpt(nn.Module):
 
 
 def check_sizes(*, layers: int, width: int, heads: int, context: int) -> None:
-    """Refuse sizes of which no net can be made.
+    """Check the sizes of a net.
 
     Raises:
         ConfigError: A size is less than 1, or heads do not divide the width.

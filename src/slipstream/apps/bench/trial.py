@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, for how long, and with which delays."""
+    """The task of a trial: what to train, for how long, and with which delays."""
 
     workload: str
     system: str = "local"
@@ -29,7 +29,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     sizes: str = ""  # of the workload's net, such as "layers=2,width=64"
     device: str | None = None  # a table's name or file, or milliseconds a step
     straggle: str = ""
-    base_s: float | None = None  # what stragglers multiply; by default the computation
+    base_s: float | None = None  # the time that stragglers multiply; by default the computation's
     lr: float | None = None
     momentum: float | None = None
     evaluate_every: int = 0  # steps; 0: only at the end
@@ -52,7 +52,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return found if self.scale is None else found.scaled(self.scale)
 
     def load(self) -> Workload:
-        """The workload; raises if it is invalid, before any process starts."""
+        """Return the workload; raise if it is invalid, before any process starts."""
         parse_stragglers(self.straggle)
         if self.paced_ms is not None and not 0 < self.paced_ms < math.inf:
             raise ConfigError(f"--device-ms {self.device}: a step takes more than 0 ms, and ends")
@@ -64,9 +64,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loaded(trial: Trial) -> Workload:
-    """The trial's workload; data that was read once is not read again."""
-    kept = ("workload", "data", "scale", "sizes", "device")
-    return _load(Trial(**{name: getattr(trial, name) for name in kept}))
+    """Return the trial's workload; data that was read once is not read again."""
+    fields = ("workload", "data", "scale", "sizes", "device")
+    return _load(Trial(**{name: getattr(trial, name) for name in fields}))
 
 
 @functools.cache

@@ -46,27 +46,27 @@ class Loop:
         self.compute_s: list[float] = []
 
     def run(self, steps: int, *, keep_weights: bool = False) -> list[float]:
-        """Make steps; returns the duration of each."""
-        begun = time.perf_counter()
+        """Make steps; return the duration of each."""
+        start = time.perf_counter()
         times = []
-        kept = 0
+        last_kept = 0
         for done in self._session.steps(steps):
             at = time.perf_counter()
             self._one()
             times.append(time.perf_counter() - at)
-            if keep_weights and self._rank == 0 and self._wants_weights(done, kept, steps):
-                kept = done
+            if keep_weights and self._rank == 0 and self._wants_weights(done, last_kept, steps):
+                last_kept = done
                 self._session.finish()
                 with self._session.weights():
                     state = bare(self._session.model).state_dict()
                     weights = {name: value.clone() for name, value in state.items()}
-                self._weights.append((done, time.perf_counter() - begun, weights))
+                self._weights.append((done, time.perf_counter() - start, weights))
         return times
 
-    def _wants_weights(self, done: int, kept: int, steps: int) -> bool:
-        """Every so many rounds, or at the next round that this worker takes part in."""
+    def _wants_weights(self, done: int, last_kept: int, steps: int) -> bool:
+        """Return whether to keep the weights now: once in several rounds that this worker makes."""
         every = self._trial.evaluate_every
-        return bool(every) and (done // every > kept // every or done == steps)
+        return bool(every) and (done // every > last_kept // every or done == steps)
 
     def _one(self) -> None:
         session = self._session
@@ -74,17 +74,17 @@ class Loop:
         if self._pace is not None:
             self._pace.begin_step()
         session.optimizer.zero_grad()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         loss = self._workload.loss(session.model(inputs), targets)
         delay_s = self._delay_s()
         time.sleep(delay_s)
         loss.backward()
-        self.compute_s.append(time.perf_counter() - begun - delay_s)
+        self.compute_s.append(time.perf_counter() - start - delay_s)
         session.optimizer.step()
         self._step += 1
 
     def _delay_s(self) -> float:
-        """All gradients of a slow worker's step are late."""
+        """Return the delay of a slow worker's step, of which all gradients are late."""
         base_s = self._base_s or (statistics.median(self.compute_s) if self.compute_s else 0.0)
         return self._stragglers.delay_s(
             self._rank, self._step, seed=self._trial.seed, base_s=base_s
@@ -108,12 +108,12 @@ class Loop:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The user's own module, without DDP's wrapper."""
+    """Return the user's own module, without DDP's wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def emulate(trial: Trial, session: Session) -> Pace | None:
-    """Makes the computation take as long as on the device, if there is one."""
+    """Let the computation take as long as on the device, if there is one."""
     net = bare(session.model)
     if isinstance(net, EmulatedNet):
         net.include_update(session.inner or session.optimizer)
@@ -121,7 +121,7 @@ def emulate(trial: Trial, session: Session) -> Pace | None:
 
 
 def device_step_s(trial: Trial, model: nn.Module) -> float | None:
-    """How long a step takes on the emulated device; None if there is none."""
+    """Return the time of a step on the emulated device; None if there is none."""
     if trial.paced_ms is not None:
         return trial.paced_ms / 1000
     net = bare(model)
@@ -133,14 +133,14 @@ def device_step_s(trial: Trial, model: nn.Module) -> float | None:
 def work(
     trial: Trial, workload: Workload, rank: int, world: int, say: Say, wait: Callable[[], None]
 ) -> None:
-    """One worker's whole trial."""
+    """Run one worker's whole trial."""
     torch.set_num_threads(trial.threads)
     torch.manual_seed(0)
     model = workload.model()
     optimizer = workload.optimizer(model)
-    given = {"lr": trial.lr, "momentum": trial.momentum}
+    settings = {"lr": trial.lr, "momentum": trial.momentum}
     for group in optimizer.param_groups:
-        group.update({name: value for name, value in given.items() if value is not None})
+        group.update({name: value for name, value in settings.items() if value is not None})
     with training(trial.system, model, optimizer) as session:
         loop = Loop(trial, workload, session, rank, world)
         loop.run(trial.warmup)
@@ -148,10 +148,10 @@ def work(
         say("ready", None)
         wait()
         loop.compute_s.clear()
-        begun, used = time.perf_counter(), time.process_time()
+        start, used = time.perf_counter(), time.process_time()
         times = loop.run(trial.steps, keep_weights=True)
         session.finish()
-        elapsed_s, cpu_s = time.perf_counter() - begun, time.process_time() - used
+        elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - used
         say("timed", Timing(elapsed_s, cpu_s, times, statistics.median(loop.compute_s)))
         wait()
         say("judged", msgspec.to_builtins(loop.judge()))

@@ -1,4 +1,4 @@
-"""The command line. Nothing here imports torch: ``--help`` answers at once."""
+"""The command line. It does not import torch, so that ``--help`` answers at once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ app.add_typer(lab.app)
 
 
 def main() -> None:
-    """The ``slipstream`` command."""
+    """Run the ``slipstream`` command."""
     try:
         app(prog_name="slipstream")
     except SlipstreamError as error:

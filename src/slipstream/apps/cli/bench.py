@@ -47,7 +47,9 @@ Steps = Annotated[
 ]
 Warmup = Annotated[int, typer.Option(min=3, help="Steps before the clock starts.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Samples per step and worker.")]
-LearningRate = Annotated[float | None, typer.Option(min=0, help="Instead of the workload's own.")]
+LearningRate = Annotated[
+    float | None, typer.Option(min=0, help="The learning rate, if not the workload's own.")
+]
 Data = Annotated[Path | None, typer.Option(help="Folder of a real data set.")]
 Scale = Annotated[
     float | None, typer.Option(min=0, max=1, help="Share of its parameters a net keeps.")
@@ -55,8 +57,8 @@ Scale = Annotated[
 Sizes = Annotated[
     str,
     typer.Option(
-        help="Of the net, such as layers=2,width=64 (gpt: layers, width, heads, context, tied; "
-        "recommender: width, hidden)."
+        help="Sizes of the net, such as layers=2,width=64 (gpt: layers, width, heads, context, "
+        "tied; recommender: width, hidden)."
     ),
 ]
 DeviceMs = Annotated[
@@ -138,12 +140,12 @@ def bench(
 
 
 def default_interval(steps: int | None) -> int:
-    """Steps between evaluations."""
+    """Return the steps between evaluations."""
     return max(1, (steps or 0) // SNAPSHOTS)
 
 
 def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | None) -> bool:
-    """Run the comparison, print the table and write the files; returns whether any trial failed."""
+    """Run the comparison, print the table, write the files; return whether any trial failed."""
     from slipstream.apps.bench import report
     from slipstream.apps.bench.comparison import compare, machine_facts
 
@@ -158,7 +160,7 @@ def measure_and_report(comparison: Comparison, json: Path | None, plot: Path | N
     )
     title = report.heading(comparison, loaded, bounds)
     console.print(printable_lines("\n".join(title)), markup=False)
-    # A truncated number is useless: on a narrow terminal lines wrap instead.
+    # A truncated number is useless, so lines wrap on a narrow terminal.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(report.table(outcomes, bounds, loaded.goal, comparison.target))
     if json is not None:

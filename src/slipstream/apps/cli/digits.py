@@ -26,7 +26,7 @@ TEST_SAMPLES = 360
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is trained, independent of the strategy."""
+    """The settings of the training, independent of the strategy."""
 
     epochs: int
     batch: int
@@ -60,15 +60,15 @@ class Digits:
     def shards(
         self, recipe: Recipe, epoch: int, rank: int, workers: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """This worker's part of every whole batch of the epoch."""
+        """Yield this worker's part of every whole batch of the epoch."""
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
         order = torch.randperm(self.train_samples, generator=generator)
         for end in range(recipe.batch, len(order) + 1, recipe.batch):
-            mine = order[end - recipe.batch : end][rank::workers]
-            yield self.images[mine], self.labels[mine]
+            rows = order[end - recipe.batch : end][rank::workers]
+            yield self.images[rows], self.labels[rows]
 
     def accuracy(self, model: nn.Module) -> float:
-        """Accuracy on the test samples; where weights are equal, one worker is enough."""
+        """Return the accuracy on the test samples; if weights are equal, one worker is enough."""
         with torch.no_grad():
             guess = model(self.images[-TEST_SAMPLES:]).argmax(dim=1)
         return float((guess == self.labels[-TEST_SAMPLES:]).float().mean())

@@ -44,8 +44,8 @@ def up(
     core_rate: Annotated[
         str | None, typer.Option(help="Rate of each rack's link to the core; unshaped by default.")
     ] = None,
-    delay_ms: Annotated[float, typer.Option(min=0, help="Of each link, each way.")] = 0.0,
-    loss_percent: Annotated[float, typer.Option(min=0, help="Of each link, each way.")] = 0.0,
+    delay_ms: Annotated[float, typer.Option(min=0, help="Delay of each link, each way.")] = 0.0,
+    loss_percent: Annotated[float, typer.Option(min=0, help="Loss of each link, each way.")] = 0.0,
 ) -> None:
     """Make a lab that stays until `slipstream lab down`."""
     racks, count = _size(hosts, tiers)
@@ -73,7 +73,7 @@ def status(name: LabName = None) -> None:
         except LaunchError as error:
             if name is not None:
                 raise
-            print(error)  # half made, or just removed: the others are still to be seen
+            print(error)  # incomplete, or just removed: show the other labs
 
 
 @app.command()
@@ -97,7 +97,7 @@ def execute(
     if command[0] == "--":
         command = command[1:]
     if not command:
-        raise LaunchError(f"say what to run on host {host}, such as `-- ip address`")
+        raise LaunchError(f"give the command to run on host {host}, such as `-- ip address`")
     lab = find(name)
     prefix = lab.hosts[_host(lab, host)].prefix
     code = subprocess.run([*prefix, *command], check=False).returncode
@@ -182,7 +182,7 @@ def traffic(
 
 
 def topology_file(lab: Network, servers: int) -> str:
-    """Workers on the first hosts, dedicated servers on the last, as `slipstream run --lab` does."""
+    """Return a topology file: workers on the first hosts, dedicated servers on the last ones."""
     workers = len(lab.hosts) - servers
     if workers < 1:
         raise LaunchError(f"{servers} servers leave no worker: the lab has {len(lab.hosts)} hosts")
@@ -197,7 +197,7 @@ def topology_file(lab: Network, servers: int) -> str:
 
 
 def _size(hosts: int | None, tiers: str | None) -> tuple[int, int]:
-    """Racks, and hosts in all of them."""
+    """Return the number of racks, and of hosts in all of them."""
     if tiers is None:
         return 1, 4 if hosts is None else hosts
     racks, _, each = tiers.partition("x")
@@ -222,7 +222,7 @@ def _host(lab: Network, text: str) -> int:
 
 
 def _print(lab: Network) -> None:
-    """A truncated address is useless: on a narrow terminal lines wrap instead."""
+    """Print a table of the lab; on a narrow terminal lines wrap, to show whole addresses."""
     console = Console(soft_wrap=True)
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(lab))
@@ -237,11 +237,11 @@ def _table(lab: Network) -> Table:
     for heading in headings:
         table.add_column(heading, no_wrap=True)
     rows = zip(lab.hosts, lab.rates, lab.links_up(), lab.bytes(), strict=True)
-    for index, (host, bps, is_up, moved) in enumerate(rows):
+    for index, (host, bps, is_up, traffic) in enumerate(rows):
         table.add_row(
             *(str(index), host.name, host.address, str(host.rack), _bits(bps)),
             *("up" if is_up else "down", str(len(host.pids()))),
-            *(human_bytes(moved.sent), human_bytes(moved.received)),
+            *(human_bytes(traffic.sent), human_bytes(traffic.received)),
         )
     return table
 

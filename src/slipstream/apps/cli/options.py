@@ -148,17 +148,17 @@ def settings(
     )
 
 
-def part_modules(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The modules of ``--parts``, else of the environment."""
-    return module_names(given or listed(os.environ.get("SLIPSTREAM_PARTS", ""), ""))
+def part_modules(requested: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the modules of ``--parts``, else those of the environment."""
+    return module_names(requested or listed(os.environ.get("SLIPSTREAM_PARTS", ""), ""))
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of ``settings`` to a command, after its own, and pass it a function.
 
     The command declares a parameter ``settings``, and calls it once its own checks have passed,
-    since the call creates folders for results. Of the options of ``settings``, the command declares
-    those that it also needs itself, or needs elsewhere in the order of ``--help``.
+    since the call creates folders for results. The command itself declares those options of
+    ``settings`` that it also needs, or whose position in ``--help`` is another.
     """
     own = dict(inspect.signature(command, eval_str=True).parameters)
     del own["settings"]
@@ -176,7 +176,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def prepare_reports(json: Path | None, plot: Path | None) -> None:
-    """Refuse ``--json`` and ``--plot`` files that could not be written at the end."""
+    """Check that ``--json`` and ``--plot`` files can be written at the end."""
     for option, file in (("--json", json), ("--plot", plot)):
         if file is not None:
             prepare_file(option, file)
@@ -199,14 +199,14 @@ def prepare_file(option: str, file: Path) -> None:
 
 
 def write_report(file: Path, report: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Write the ``--json`` report. If that fails, print it: measuring takes long."""
+    """Write the ``--json`` report. If that fails, print it, since measuring takes long."""
     with writing("--json", file, instead=lambda: f"; here it is:\n{jsonlib.dumps(report)}"):
         write_json(file, report, indent=indent)
 
 
 @contextmanager
 def writing(option: str, file: Path, instead: Callable[[], str] = str) -> Iterator[None]:
-    """Within, a requested file is written; an OSError becomes a clear message."""
+    """Let a requested file be written in the block; turn an OSError into a clear message."""
     try:
         yield
     except OSError as error:

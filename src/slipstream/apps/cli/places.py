@@ -1,4 +1,4 @@
-"""Where the processes of a job run: on this machine, or on hosts of a lab."""
+"""The places of a job's processes: this machine, or hosts of a lab."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Places:
 def places(
     lab: str | None, workers: int | None, servers: int, settings: Settings
 ) -> Iterator[Places]:
-    """On this machine; or on the hosts of a lab, which is made for the block if necessary."""
+    """Yield places on this machine, or on a lab's hosts, which is made for the block if needed."""
     if lab is None:
-        here = Placement()
-        yield Places([here] * (workers or 1), [here] * servers, settings)
+        this_machine = Placement()
+        yield Places([this_machine] * (workers or 1), [this_machine] * servers, settings)
     elif lab in existing():
         yield _on_hosts(find(lab), workers, servers, settings)
     else:
@@ -52,8 +52,8 @@ def _recipe(text: str) -> tuple[int, str | None]:
 
 
 def _on_hosts(lab: Network, workers: int | None, servers: int, settings: Settings) -> Places:
-    """Workers on the first hosts, as many on each as there are more of them than hosts; dedicated
-    servers on the last hosts, one on each."""
+    """Place workers on the first hosts, with equally many on each if there are more than hosts, and
+    dedicated servers on the last hosts, one on each."""
     hosts = len(lab.hosts) - servers
     if hosts < 1:
         raise LaunchError(
@@ -76,6 +76,6 @@ def _on_hosts(lab: Network, workers: int | None, servers: int, settings: Setting
     # Hosts have no names, and torch's store would print this for every connection.
     env = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     on = [Placement(host.prefix, host.address, env) for host in lab.hosts]
-    told = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)
+    lab_settings = replace(settings, address=lab.hosts[0].address, port=settings.port or LAB_PORT)
     of_workers = [placement for placement in on[:hosts] for _ in range(workers // hosts)]
-    return Places(of_workers, on[hosts : hosts + servers], told)
+    return Places(of_workers, on[hosts : hosts + servers], lab_settings)

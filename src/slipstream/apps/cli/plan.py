@@ -1,4 +1,4 @@
-"""``slipstream plan``: how every layer of a model would be sent, without training."""
+"""``slipstream plan``: shows how every layer of a model would be sent, without training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(
         typer.Argument(
             metavar="MODEL",
             help="A layer table (vgg19, vgg19-22k, googlenet, inception-v3, resnet-152, alexnet, "
-            "or a .csv or .json file), or module:factory, which gives an nn.Module.",
+            "or a .csv or .json file), or module:factory, which returns an nn.Module.",
         ),
     ],
     workers: Annotated[int, typer.Option(min=1, max=MOST_MEMBERS, help="Workers.")] = 16,
@@ -86,7 +86,7 @@ def plan(
 
 
 def read_model(text: str) -> list[Spec]:
-    """The tensors of a layer table, or of the module that a factory makes."""
+    """Return the tensors of a layer table, or of the module that a factory makes."""
     module, colon, factory = text.partition(":")
     if not colon:
         if text not in TABLES and Path(text).suffix not in (".csv", ".json"):
@@ -101,11 +101,11 @@ def read_model(text: str) -> list[Spec]:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
     try:
-        made = make() if callable(make) else make
-    except (ImportError, AttributeError) as error:  # others are the model's: traceback
+        model = make() if callable(make) else make
+    except (ImportError, AttributeError) as error:  # the model's own errors keep their traceback
         raise ConfigError(f"cannot make the model {text!r}: {error}") from error
-    if not hasattr(made, "named_parameters"):
-        raise ConfigError(f"{text!r} gives a {type(made).__name__}; name what makes an nn.Module")
+    if not hasattr(model, "named_parameters"):
+        raise ConfigError(f"{text!r} gives a {type(model).__name__}; name what makes an nn.Module")
     from slipstream.torch.tensors.inventory import Inventory
 
-    return list(Inventory.of(made).specs)
+    return list(Inventory.of(model).specs)

@@ -1,4 +1,4 @@
-"""``slipstream plan-backups``: how many backup workers would have been best, from a run's log."""
+"""``slipstream plan-backups``: finds the best number of backup workers from a run's log."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def plan_backups(
         write_report(json, report)
 
 
-def replayed_rounds(asked: int | None, workers: int) -> int:
+def replayed_rounds(requested: int | None, workers: int) -> int:
     most = affordable_rounds(workers)
-    if asked is not None and asked > most:
+    if requested is not None and requested > most:
         raise ConfigError(
-            f"--rounds {shown(asked)}: for {workers} workers {most} can be replayed at most; give "
-            "fewer, or leave it out"
+            f"--rounds {shown(requested)}: for {workers} workers {most} can be replayed at most; "
+            "give fewer, or leave it out"
         )
-    return min(ROUNDS, most) if asked is None else asked
+    return min(ROUNDS, most) if requested is None else requested
 
 
 def read_durations(runlog: Path) -> dict[int, list[float]]:
-    """Every worker's step durations, from the log's last line about rounds."""
+    """Return every worker's step durations, from the log's last line about rounds."""
     found = None
     for line in _lines(runlog):
         if line.get("event") == "rounds":
@@ -144,7 +144,7 @@ def _refused(runlog: Path, problem: str) -> ConfigError:
 
 
 def read_points(text: str) -> list[tuple[int, float]]:
-    """``4:1200,8:700`` as points (N, iterations)."""
+    """Parse ``4:1200,8:700`` as points (N, iterations)."""
     points = []
     for part in text.split(","):
         first, _, needed = part.partition(":")
@@ -174,7 +174,7 @@ def _lines(runlog: Path) -> Iterator[dict[str, Any]]:
 
 
 def _object(runlog: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The content of a line; for one that is not about rounds, only check that it is an object."""
+    """Return the content of a line; one that is not about rounds is only checked."""
     content = None
     try:
         if ABOUT_ROUNDS in line:

@@ -1,4 +1,4 @@
-"""``slipstream plan-tree``: the trees over which servers should broadcast in a network."""
+"""``slipstream plan-tree``: finds the trees over which servers should broadcast in a network."""
 
 from __future__ import annotations
 
@@ -84,62 +84,64 @@ def plan_tree(
 ) -> None:
     """Predict how long a broadcast takes as a star, over trees and along a chain; draw the best."""
     prepare_reports(json, plot)
-    given = {
+    options = {
         "--hosts": hosts,
         "--racks": racks,
         "--rate": rate,
         "--core-rate": core_rate,
         "--servers": servers,
     }
-    network = read_network(topology, given)
+    network = read_network(topology, options)
     if server >= len(network.servers):
         raise ConfigError(
             f"--server {server}: this network has servers 0 to {len(network.servers) - 1}"
         )
     pins = {"degree": degree, "depth": depth, "alpha": alpha}
-    choice, drawn = decide(network, pins, model_mib, block_mib)
+    choice, candidate = decide(network, pins, model_mib, block_mib)
     console = Console()
-    console.print(_drawing(network, drawn, server))
-    console.print(_times(choice, drawn))
-    console.print(_egress(network, drawn))
-    console.print(_in_words(choice, drawn, len(network.servers)), highlight=False)
+    console.print(_drawing(network, candidate, server))
+    console.print(_times(choice, candidate))
+    console.print(_egress(network, candidate))
+    console.print(_in_words(choice, candidate, len(network.servers)), highlight=False)
     if json is not None:
-        report = _report(network, choice, drawn, model_mib * MIB, block_mib * MIB)
+        report = _report(network, choice, candidate, model_mib * MIB, block_mib * MIB)
         write_report(json, report, indent=None)
     if plot is not None:
         # Imported here, because matplotlib is slow to import, and may be missing.
         from slipstream.apps.cli.tree_plot import draw
 
         with writing("--plot", plot):
-            draw(plot, network, choice, drawn, server)
+            draw(plot, network, choice, candidate, server)
 
 
-def read_network(topology: Path | None, given: dict[str, Any]) -> Network:
-    """From the file, or from the options."""
-    said = [option for option, value in given.items() if value is not None]
+def read_network(topology: Path | None, options: dict[str, Any]) -> Network:
+    """Return the network of the file, or that of the options."""
+    present = [option for option, value in options.items() if value is not None]
     if topology is not None:
-        if said:
-            raise ConfigError(f"{said[0]}: --topology {topology} says that; leave out one of them")
+        if present:
+            raise ConfigError(
+                f"{present[0]}: --topology {topology} has that already; leave out one of them"
+            )
         return read_topology(_text(topology), str(topology))
-    if given["--hosts"] is None:
+    if options["--hosts"] is None:
         raise ConfigError(
             "which network? name it with --topology FILE, or with options such as "
             "--hosts 12 --racks 2 --rate 1gbit --core-rate 500mbit"
         )
-    core_rate = given["--core-rate"]
+    core_rate = options["--core-rate"]
     return even_network(
-        hosts=given["--hosts"],
-        racks=1 if given["--racks"] is None else given["--racks"],
-        link_bits_s=_rate("--rate", given["--rate"] or "1gbit"),
+        hosts=options["--hosts"],
+        racks=1 if options["--racks"] is None else options["--racks"],
+        link_bits_s=_rate("--rate", options["--rate"] or "1gbit"),
         uplink_bits_s=None if core_rate is None else _rate("--core-rate", core_rate),
-        servers=given["--servers"] or 0,
+        servers=options["--servers"] or 0,
     )
 
 
 def decide(
     network: Network, pins: dict[str, Any], model_mib: float, block_mib: float
 ) -> tuple[Choice, Candidate]:
-    """What was compared, and what to show: the best, or the best of the requested trees."""
+    """Return the comparison, and the candidate to show: the best, or the best of the requested."""
     for option, size in (("--model-mib", model_mib), ("--block-mib", block_mib)):
         if not 0 < size < float("inf"):
             raise ConfigError(f"{option} {size}: give an amount above 0")
@@ -170,9 +172,9 @@ def _text(topology: Path) -> str:
 # ---- output
 
 
-def _drawing(network: Network, drawn: Candidate, server: int) -> Branch:
-    """Which rank forwards to which; links that leave a rack are marked."""
-    placed = spots(network, server, drawn.children[server])
+def _drawing(network: Network, candidate: Candidate, server: int) -> Branch:
+    """Return a drawing of which rank forwards to which; links that leave a rack are marked."""
+    placed = spots(network, server, candidate.children[server])
     branches: list[Branch] = []
     for spot in placed:
         label = Text(_label(network, server, spot))
@@ -194,8 +196,8 @@ def _label(network: Network, server: int, spot: Spot) -> str:
     return f"{who} on {host.name}, rack {network.racks[host.rack].name}"
 
 
-def _times(choice: Choice, drawn: Candidate) -> Table:
-    """Star and chain, and the fastest trees."""
+def _times(choice: Choice, candidate: Candidate) -> Table:
+    """Return a table of star, chain, and the fastest trees."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     numbers = ("degree", "depth", "alpha", "seconds", "of star")
     for heading in ("overlay", *numbers, "busiest link", ""):
@@ -208,63 +210,65 @@ def _times(choice: Choice, drawn: Candidate) -> Table:
             f"{one.prediction.seconds:.4g}",
             f"{_against_star(one, choice):.2f}",
             Text(one.prediction.busiest.link),
-            _mark(one, choice, drawn),
+            _mark(one, choice, candidate),
         )
     return shown
 
 
 def _against_star(one: Candidate, choice: Choice) -> float:
-    """Its share of a star's time; within one host both times are 0."""
+    """Return a candidate's share of a star's time; within one host both times are 0."""
     star_s = choice.star.prediction.seconds
     return one.prediction.seconds / star_s if star_s else 1.0
 
 
-def _mark(one: Candidate, choice: Choice, drawn: Candidate) -> str:
+def _mark(one: Candidate, choice: Choice, candidate: Candidate) -> str:
     if one is choice.best:
         return "chosen"
-    return "pinned" if one is drawn else ""
+    return "pinned" if one is candidate else ""
 
 
-def _egress(network: Network, drawn: Candidate) -> Table:
-    """What each host sends, and in how many trees it forwards."""
+def _egress(network: Network, candidate: Candidate) -> Table:
+    """Return a table of what each host sends, and in how many trees it forwards."""
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("host", "rack", "sends", "seconds", "relays in"):
         shown.add_column(heading, justify="left" if heading in ("host", "rack") else "right")
-    relays = _relays(network, drawn)
-    busiest = sorted(range(len(network.hosts)), key=lambda h: -drawn.prediction.egress_bytes[h])
+    relays = _relays(network, candidate)
+    busiest = sorted(range(len(network.hosts)), key=lambda h: -candidate.prediction.egress_bytes[h])
     for index in sorted(busiest[:HOSTS_SHOWN]):
-        host, nbytes = network.hosts[index], drawn.prediction.egress_bytes[index]
+        host, nbytes = network.hosts[index], candidate.prediction.egress_bytes[index]
         shown.add_row(
             Text(host.name),
             Text(network.racks[host.rack].name),
             human_bytes(nbytes),
             f"{8 * nbytes / host.link_bits_s:.4g}",
-            f"{relays[index]} of {len(drawn.children)}",
+            f"{relays[index]} of {len(candidate.children)}",
         )
     if len(busiest) > HOSTS_SHOWN:
         shown.caption = f"the {HOSTS_SHOWN} hosts of {len(busiest)} that send most"
     return shown
 
 
-def _relays(network: Network, drawn: Candidate) -> list[int]:
-    """By host: in how many trees a rank of it sends to another host."""
+def _relays(network: Network, candidate: Candidate) -> list[int]:
+    """Return, by host, in how many trees a rank of it sends to another host."""
     relays = [0] * len(network.hosts)
-    for tree in drawn.children:
+    for tree in candidate.children:
         for host, ranks in enumerate(network.ranks_by_host):
             sent_to = (network.workers[child] for rank in ranks for child in tree[rank + 1])
             relays[host] += any(other != host for other in sent_to)
     return relays
 
 
-def _in_words(choice: Choice, drawn: Candidate, servers: int) -> str:
-    gain = 1 / _against_star(drawn, choice)
-    others = f"; the other {servers - 1} have trees alike, with other places" if servers > 1 else ""
-    if drawn is not choice.best:
+def _in_words(choice: Choice, candidate: Candidate, servers: int) -> str:
+    gain = 1 / _against_star(candidate, choice)
+    others = (
+        f"; the other {servers - 1} have similar trees, with other positions" if servers > 1 else ""
+    )
+    if candidate is not choice.best:
         soonest = f"{choice.best.name} {choice.best.prediction.seconds:.4g} s"
-        return f"pinned: {_name(drawn)}, {gain:.2f} x as fast as a star; soonest is {soonest}"
-    if drawn is choice.star:
+        return f"pinned: {_name(candidate)}, {gain:.2f} x as fast as a star; soonest is {soonest}"
+    if candidate is choice.star:
         return "chosen: star; nothing else is 5 % faster, so servers send to every worker"
-    return f"chosen: {_name(drawn)}, {gain:.2f} x as fast as a star{others}"
+    return f"chosen: {_name(candidate)}, {gain:.2f} x as fast as a star{others}"
 
 
 def _name(one: Candidate) -> str:
@@ -276,7 +280,7 @@ def _name(one: Candidate) -> str:
 
 
 def _report(
-    network: Network, choice: Choice, drawn: Candidate, model_bytes: float, block_bytes: float
+    network: Network, choice: Choice, candidate: Candidate, model_bytes: float, block_bytes: float
 ) -> dict[str, Any]:
     def figures(one: Candidate) -> dict[str, Any]:
         return {
@@ -287,14 +291,14 @@ def _report(
             "busiest": asdict(one.prediction.busiest),
         }
 
-    egress = zip(network.hosts, drawn.prediction.egress_bytes, strict=True)
+    egress = zip(network.hosts, candidate.prediction.egress_bytes, strict=True)
     return {
         "network": asdict(network),
         "model_bytes": model_bytes,
         "block_bytes": block_bytes,
         "candidates": [figures(one) for one in choice.candidates],
         "chosen": figures(choice.best),
-        "drawn": figures(drawn),
-        "children": drawn.children,
+        "drawn": figures(candidate),
+        "children": candidate.children,
         "egress_bytes": {host.name: nbytes for host, nbytes in egress},
     }

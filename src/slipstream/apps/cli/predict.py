@@ -1,4 +1,4 @@
-"""``slipstream predict``: answers of a downloaded classifier, without the service and torch."""
+"""``slipstream predict``: classifies with a downloaded classifier, without service and torch."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def predict(
         classifier = Model.load(model)
     except Damaged as error:
         raise ConfigError(f"{model}: {error}") from error
-    for text in _given(texts):
+    for text in _texts(texts):
         classes = classifier.classify([text], top)[0]
         if json:
-            named = [{"class_name": name, "confidence": sure} for name, sure in classes]
-            found = {"text": text, "top_class": classes[0][0], "classes": named}
-            print(jsonlib.dumps(found, ensure_ascii=False), flush=True)
+            as_json = [{"class_name": name, "confidence": sure} for name, sure in classes]
+            answer = {"text": text, "top_class": classes[0][0], "classes": as_json}
+            print(jsonlib.dumps(answer, ensure_ascii=False), flush=True)
             continue
         shown = "\t".join(f"{printable_lines(name)} {sure:.4f}" for name, sure in classes)
         print(shown, flush=True)
 
 
-def _given(texts: list[str] | None) -> Iterator[str]:
-    """The arguments, or the lines of stdin as they come; blank ones are skipped."""
+def _texts(texts: list[str] | None) -> Iterator[str]:
+    """Yield the arguments, or the lines of stdin as they come; blank ones are skipped."""
     if texts:
         yield from texts
         return
     if sys.stdin.isatty():
         print("No TEXT given: type texts, one a line; Ctrl-D ends.", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
-    given = False
+    any_text = False
     for line in sys.stdin:
         if line.strip():
-            given = True
+            any_text = True
             yield line.strip()
-    if not given:
+    if not any_text:
         raise ConfigError("no text to classify: give TEXT, or lines of texts on stdin")

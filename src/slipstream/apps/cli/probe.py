@@ -1,4 +1,4 @@
-"""``slipstream probe``: the available bandwidth of a path to another host."""
+"""``slipstream probe``: measures the available bandwidth of a path to another host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe(
         str | None,
         typer.Argument(
             metavar="HOST[:PORT]",
-            help=f"Where the listener is; with --listen, where to listen. Port {PORT} by default.",
+            help=f"The listener's address; with --listen, its own. Port {PORT} by default.",
         ),
     ] = None,
     listen: Annotated[
@@ -59,38 +59,38 @@ def probe(
         _listen(*read_place(host or LOOPBACK), secret)
         return
     if host is None:
-        raise LaunchError("say which host to probe, or --listen to answer probers")
+        raise LaunchError("name the host to probe, or give --listen to answer probers")
     if json is not None:
         prepare_file("--json", json)
     threshold_bytes_s = None if threshold is None else bits_per_second(threshold) / 8
-    found = measure(
+    result = measure(
         *read_place(host),
         secret,
         most_bytes_s=bits_per_second(fastest) / 8,
         at_most_nbytes=read_amount(at_most),
         limit_s=seconds,
     )
-    print(printable_lines("\n".join(in_words(host, found, threshold_bytes_s))))
+    print(printable_lines("\n".join(in_words(host, result, threshold_bytes_s))))
     if json is not None:
-        write_report(json, _report(host, found, threshold_bytes_s))
+        write_report(json, _report(host, result, threshold_bytes_s))
 
 
 def read_place(text: str) -> tuple[str, int]:
-    """``10.0.0.7``, ``node3:7998``, ``[fe80::1]:7998`` or ``::1`` as host and port."""
+    """Parse ``10.0.0.7``, ``node3:7998``, ``[fe80::1]:7998`` or ``::1`` as host and port."""
     match = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+)(?::(\d+))?|([^\[\]]*:[^\[\]]*:.*)", text)
     if match is None:
         raise LaunchError(
             f"{shown(text)} is no place: write HOST or HOST:PORT, such as 10.0.0.7:{PORT}"
         )
     bracketed, its_port, name, port, bare = match.groups()
-    said = its_port or port or str(PORT)
-    if len(said) > 5:
-        raise LaunchError(f"{shown(said)} is no port: write one from 1 to 65535")
-    return bracketed or name or bare, int(said)
+    port_text = its_port or port or str(PORT)
+    if len(port_text) > 5:
+        raise LaunchError(f"{shown(port_text)} is no port: write one from 1 to 65535")
+    return bracketed or name or bare, int(port_text)
 
 
 def read_amount(text: str) -> int:
-    """``50mb`` is 50,000,000 bytes."""
+    """Parse an amount: ``50mb`` is 50,000,000 bytes."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]i?b)", text.strip().lower())
     if match is None:
         raise ConfigError(f"an amount of {shown(text)} is not understood; write 50mb or 1gb")
@@ -102,21 +102,21 @@ def read_amount(text: str) -> int:
     return round(nbytes)
 
 
-def in_words(host: str, found: Available, threshold_bytes_s: float | None) -> list[str]:
-    """One line with the range, one with the cost, and one with the verdict if requested."""
+def in_words(host: str, result: Available, threshold_bytes_s: float | None) -> list[str]:
+    """Return a line with the range, one with the cost, and one with the verdict if requested."""
     lines = [
-        f"available from here to {host}: {_range(found)}",
-        f"{found.fleets} fleets, {found.streams} streams, {human_bytes(found.sent_nbytes)} sent in "
-        f"{found.seconds:.1f} s; {_END[found.ended]}; this machine paces up to "
-        f"{_mbit(found.fastest_bytes_s)} Mbit/s",
+        f"available from here to {host}: {_range(result)}",
+        f"{result.fleets} fleets, {result.streams} streams, {human_bytes(result.sent_nbytes)} sent "
+        f"in {result.seconds:.1f} s; {_END[result.ended]}; this machine paces up to "
+        f"{_mbit(result.fastest_bytes_s)} Mbit/s",
     ]
-    if 2 * found.late_streams > found.streams:
+    if 2 * result.late_streams > result.streams:
         lines.append(
-            f"{found.late_streams} of {found.streams} streams did not leave in time: this machine "
-            "is too busy for the range to be trusted"
+            f"{result.late_streams} of {result.streams} streams were not sent in time: this "
+            "machine is too busy for the range to be trusted"
         )
     if threshold_bytes_s is not None:
-        verdict = _VERDICTS[found.sufficient(threshold_bytes_s)]
+        verdict = _VERDICTS[result.sufficient(threshold_bytes_s)]
         lines.append(f"{verdict} {_mbit(threshold_bytes_s)} Mbit/s")
     return lines
 
@@ -134,26 +134,26 @@ _VERDICTS = {
 }
 
 
-def _range(found: Available) -> str:
-    low, high = _mbit(found.low_bytes_s), _mbit(found.high_bytes_s)
-    if found.low_seen and found.high_seen:
-        return f"{low} to {high} Mbit/s, mean {_mbit(found.mean_bytes_s)}"
-    if found.low_seen:
+def _range(result: Available) -> str:
+    low, high = _mbit(result.low_bytes_s), _mbit(result.high_bytes_s)
+    if result.low_seen and result.high_seen:
+        return f"{low} to {high} Mbit/s, mean {_mbit(result.mean_bytes_s)}"
+    if result.low_seen:
         return f"at least {low} Mbit/s (not seen to end below {high}, the fastest that was allowed)"
     return (
         f"less than {high} Mbit/s"
-        if found.high_seen
+        if result.high_seen
         else "not known: no rate was seen to fit or not to fit"
     )
 
 
 def _report(
-    host: str, found: Available, threshold_bytes_s: float | None
+    host: str, result: Available, threshold_bytes_s: float | None
 ) -> dict[str, str | float | bool | None]:
-    report = {"host": host, **asdict(found), "mean_bytes_s": found.mean_bytes_s}
+    report = {"host": host, **asdict(result), "mean_bytes_s": result.mean_bytes_s}
     if threshold_bytes_s is not None:
         report["threshold_bytes_s"] = threshold_bytes_s
-        report["sufficient"] = found.sufficient(threshold_bytes_s)
+        report["sufficient"] = result.sufficient(threshold_bytes_s)
     return report
 
 
@@ -170,7 +170,7 @@ def _listen(address: str, port: int, secret: bytes | None) -> None:
 def _seen(counts: Counts) -> str:
     return (
         f"answered {counts.sessions} prober(s), {counts.streams} streams; ignored "
-        f"{counts.untracked} packets of untracked and {counts.malformed} that made no sense"
+        f"{counts.untracked} packets of untracked and {counts.malformed} malformed ones"
     )
 
 

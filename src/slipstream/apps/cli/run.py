@@ -1,4 +1,4 @@
-"""``slipstream run``: any training script, on several workers."""
+"""``slipstream run``: runs any training script on several workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(
     """Run a training script on several workers: processes of this machine, or hosts of a lab."""
     command = [sys.executable, *_program(script, module), *(arguments or [])]
     modules = options.part_modules(parts)
-    if modules:  # servers look for them where this process does, and the script's are beside it
+    if modules:  # servers find modules where this process does, and the script's are in its folder
         sys.path.append(str(Path.cwd() if module else Path(script).resolve().parent))
     method = None if strategy is None else parse(strategy, parts=modules).method
     learners = method if isinstance(method, SharedMemoryUpdates) else None

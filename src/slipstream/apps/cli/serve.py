@@ -42,44 +42,51 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = DEFAULTS.port,
     database: DatabaseAddress = "",
     learners: Annotated[
-        int, typer.Option(min=1, max=1_024, help="Processes a job.")
+        int, typer.Option(min=1, max=1_024, help="Processes of a job.")
     ] = DEFAULTS.learners,
-    jobs: Annotated[int, typer.Option(min=1, max=1_024, help="Jobs at once.")] = DEFAULTS.jobs,
+    jobs: Annotated[
+        int, typer.Option(min=1, max=1_024, help="Jobs that train at once.")
+    ] = DEFAULTS.jobs,
     queue: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Jobs that may wait.")
+        int, typer.Option(min=1, max=1_000_000, help="Maximum number of queued jobs.")
     ] = DEFAULTS.queue,
     epochs: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Epochs a job.")
+        int, typer.Option(min=1, max=1_000_000, help="Epochs of a job.")
     ] = DEFAULTS.epochs,
     rate: Annotated[
-        int, typer.Option(min=1, max=1_000_000_000, help="Requests a minute, tenant.")
+        int, typer.Option(min=1, max=1_000_000_000, help="Maximum requests per minute and tenant.")
     ] = DEFAULTS.rate,
     quota: Annotated[
         int,
-        typer.Option(min=1, max=MOST_CLASSIFIERS, help="Classifiers made without a key."),
+        typer.Option(
+            min=1, max=MOST_CLASSIFIERS, help="Maximum classifiers that are made without a key."
+        ),
     ] = DEFAULTS.quota,
     max_rows: Annotated[
-        int, typer.Option(min=5, max=100_000_000, help="Rows of training data.")
+        int, typer.Option(min=5, max=100_000_000, help="Maximum rows of training data.")
     ] = Limits().max_rows,
     max_classes: Annotated[
-        int, typer.Option(min=2, max=1_000_000, help="Classes of training data.")
+        int, typer.Option(min=2, max=1_000_000, help="Maximum classes of training data.")
     ] = Limits().max_classes,
     max_text: Annotated[
-        int, typer.Option(min=1, max=MOST_TEXT, help="Characters of a row's text.")
+        int, typer.Option(min=1, max=MOST_TEXT, help="Maximum characters of a row's text.")
     ] = Limits().text_chars,
     max_body: Annotated[
-        int, typer.Option(min=1, max=1_048_576, help="MiB an upload.")
+        int, typer.Option(min=1, max=1_048_576, help="Maximum MiB of an upload.")
     ] = DEFAULTS.max_body // MIB,
     max_model: Annotated[
-        int, typer.Option(min=1, max=1_048_576, help="MiB a model.")
+        int, typer.Option(min=1, max=1_048_576, help="Maximum MiB of a model.")
     ] = DEFAULTS.max_model // MIB,
     connections: Annotated[
-        int, typer.Option(min=8, max=1_000_000, help="Open connections.")
+        int, typer.Option(min=8, max=1_000_000, help="Maximum open connections.")
     ] = DEFAULTS.connections,
-    public_url: Annotated[str, typer.Option(help="What 'url' fields begin with.")] = "",
-    allow_host: Annotated[list[str] | None, typer.Option(help="Without keys: a host name.")] = None,
+    public_url: Annotated[str, typer.Option(help="The beginning of 'url' fields.")] = "",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A host name that requests may use when there are no keys."),
+    ] = None,
     behind_proxy: Annotated[
-        bool, typer.Option("--behind-proxy", help="Believe X-Forwarded-*.")
+        bool, typer.Option("--behind-proxy", help="Trust X-Forwarded-* headers.")
     ] = False,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve without keys.")] = False,
     metrics_key: Annotated[
@@ -123,16 +130,16 @@ def serve(
         typer.echo(problem, err=True)
     if problems:
         raise typer.Exit(1)
-    typer.echo(f"{data}: nothing is wrong")
+    typer.echo(f"{data}: ok")
 
 
 def _open(data: str, address: str) -> Database:
-    os.umask(0o077)  # as the service's
+    os.umask(0o077)  # as in the service
     return DataDirectory(data).migrated(address)
 
 
 def _require(data: str) -> None:
-    """Refuse a directory that no service has made: it would be created, and be found in order."""
+    """Check that a service has created the directory; otherwise an empty one would pass."""
     if not _is_of_service(data):
         raise ConfigError(f"{data} is no data directory of a service; give the right one (--data)")
 
@@ -151,17 +158,17 @@ def add(
     data: Data = DEFAULTS.data,
     database: DatabaseAddress = "",
 ) -> None:
-    """Make a key and print it, this once. The first key's tenant gets what was made without one."""
+    """Create a key and print it, once. The first key's tenant gets what was made without one."""
     is_new = not _is_of_service(data)
     with _open(data, database) as opened, opened.transaction() as transaction:
         is_first = not any_key(transaction)
         key = add_key(transaction, name, quota)
-        taken = take_local(transaction, name) if is_first else 0
+        num_taken = take_local(transaction, name) if is_first else 0
     typer.echo(key)
     if is_first:
         typer.echo(
             f"From now on every request to the service of {data} needs a key. {name} owns the "
-            f"classifiers that were made without one: {taken}.",
+            f"classifiers that were made without one: {num_taken}.",
             err=True,
         )
     if is_new:
@@ -191,11 +198,11 @@ def list_(data: Data = DEFAULTS.data, database: DatabaseAddress = "") -> None:
 
 @keys.command("revoke")
 def revoke(
-    prefix: Annotated[str, typer.Argument(help="How the key begins.")],
+    prefix: Annotated[str, typer.Argument(help="The beginning of the key.")],
     data: Data = DEFAULTS.data,
     database: DatabaseAddress = "",
 ) -> None:
-    """Revoke a key, at once."""
+    """Revoke a key at once."""
     _require(data)
     with _open(data, database) as opened, opened.transaction() as transaction:
         name = revoke_key(transaction, prefix)

@@ -13,7 +13,7 @@ from slipstream.units import human_bytes
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The content of ``--json`` as a table."""
+    """Return the content of ``--json`` as a table."""
     traffic = summary["bytes"]
     table = Table(show_header=False)
     table.add_column(style="bold")
@@ -29,7 +29,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     if "rounds" in summary:
         made, dropped = (sum(summary["rounds"][key].values()) for key in ("made", "dropped"))
         table.add_row("gradients dropped", f"{dropped} of {made + dropped}")
-    ages = [told["mean"] for told in summary.get("staleness", {}).values()]
+    ages = [ages_of_tensor["mean"] for ages_of_tensor in summary.get("staleness", {}).values()]
     if any(ages):
         table.add_row("gradients' age, mean", f"{sum(ages) / len(ages):.1f} updates")
     table.add_row("time waited", f"{summary['wait_s']:.1f} of {summary['wall_s']:.1f} s")

@@ -20,9 +20,9 @@ MIB = 1024 * 1024
 TREES_SHOWN = 5
 
 
-def draw(file: Path, network: Network, choice: Choice, drawn: Candidate, server: int) -> None:
+def draw(file: Path, network: Network, choice: Choice, candidate: Candidate, server: int) -> None:
     """Write a PNG (or the format of the file's suffix)."""
-    placed = spots(network, server, drawn.children[server])
+    placed = spots(network, server, candidate.children[server])
     columns = max(spot.x for spot in placed) + 1
     levels = max(spot.depth for spot in placed) + 1
     width = min(max(9.0, 0.62 * columns), 40.0)
@@ -33,20 +33,20 @@ def draw(file: Path, network: Network, choice: Choice, drawn: Candidate, server:
         height_ratios=[tall, 3.0],
         layout="constrained",
     )
-    _tree(axes["tree"], network, drawn, server)
-    _times(axes["times"], choice, drawn)
-    _egress(axes["egress"], network, drawn)
+    _tree(axes["tree"], network, candidate, server)
+    _times(axes["times"], choice, candidate)
+    _egress(axes["egress"], network, candidate)
     figure.savefig(file, dpi=130)
     plt.close(figure)
 
 
 def plain(name: str) -> str:
-    """Without formulas, which matplotlib would find between dollar signs."""
+    """Return a name without dollar signs, between which matplotlib would read formulas."""
     return name.replace("$", r"\$")
 
 
-def _tree(axis: Any, network: Network, drawn: Candidate, server: int) -> None:
-    placed = spots(network, server, drawn.children[server])
+def _tree(axis: Any, network: Network, candidate: Candidate, server: int) -> None:
+    placed = spots(network, server, candidate.children[server])
     for spot in placed[1:]:
         above = placed[spot.above]
         crosses = network.hosts[above.host].rack != network.hosts[spot.host].rack
@@ -76,7 +76,7 @@ def _tree(axis: Any, network: Network, drawn: Candidate, server: int) -> None:
     axis.set_xlim(-0.7, max(spot.x for spot in placed) + 0.7)
     axis.set_ylim(-max(spot.depth for spot in placed) - 0.5, 0.5)
     axis.axis("off")
-    axis.set_title(f"{drawn.name}: how server {server}'s shard travels", fontsize=9, color=INK)
+    axis.set_title(f"{candidate.name}: how server {server}'s shard is sent", fontsize=9, color=INK)
 
 
 def _legend(axis: Any, network: Network) -> None:
@@ -88,7 +88,7 @@ def _legend(axis: Any, network: Network) -> None:
     axis.legend(fontsize=7, loc="upper left", frameon=False)
 
 
-def _times(axis: Any, choice: Choice, drawn: Candidate) -> None:
+def _times(axis: Any, choice: Choice, candidate: Candidate) -> None:
     shown = choice.leading(TREES_SHOWN)
     names = []
     for one in shown:
@@ -98,7 +98,7 @@ def _times(axis: Any, choice: Choice, drawn: Candidate) -> None:
         )
         names.append(f"{one.name}{pins}")
     seconds = [one.prediction.seconds for one in shown]
-    colors = [CHOSEN if one is drawn else OTHER for one in shown]
+    colors = [CHOSEN if one is candidate else OTHER for one in shown]
     axis.barh(names, seconds, color=colors, height=0.7)
     for name, value in zip(names, seconds, strict=True):
         axis.text(value, name, f" {value:.3g} s", va="center", fontsize=7, color=INK)
@@ -108,9 +108,9 @@ def _times(axis: Any, choice: Choice, drawn: Candidate) -> None:
     axis.tick_params(labelsize=7)
 
 
-def _egress(axis: Any, network: Network, drawn: Candidate) -> None:
+def _egress(axis: Any, network: Network, candidate: Candidate) -> None:
     names = [plain(host.name) for host in network.hosts]
-    sent = [nbytes / MIB for nbytes in drawn.prediction.egress_bytes]
+    sent = [nbytes / MIB for nbytes in candidate.prediction.egress_bytes]
     colors = [RACKS[host.rack % len(RACKS)] for host in network.hosts]
     axis.bar(names, sent, color=colors, edgecolor=INK, linewidth=0.5)
     axis.set_ylabel("MiB that a host sends, all trees", fontsize=8)

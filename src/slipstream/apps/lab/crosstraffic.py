@@ -36,9 +36,9 @@ def send(address: str, port: int, bits_per_second: float, seconds: float) -> Non
     payload = bytes(DATAGRAM_NBYTES)
     interval_s = (DATAGRAM_NBYTES + HEADERS_NBYTES) * 8 / bits_per_second
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as source:
-        begun = time.monotonic()
+        start = time.monotonic()
         sent = 0
-        while (now := time.monotonic() - begun) < seconds:
+        while (now := time.monotonic() - start) < seconds:
             due = int(now / interval_s)
             # After a pause of the machine, do not send the missed packets in one burst.
             sent = max(sent, due - max(1, int(0.1 / interval_s)))
@@ -49,7 +49,7 @@ def send(address: str, port: int, bits_per_second: float, seconds: float) -> Non
 
 
 if __name__ == "__main__":
-    # Ctrl-C is handled by the process that started this, which ends it.
+    # Ctrl-C is handled by the process that started this one, and ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     what, address, port, *rest = sys.argv[1:]
     if what == "receive":

@@ -73,7 +73,7 @@ class Host:
 
     @property
     def prefix(self) -> Command:
-        """A command prefix that runs the command on this host."""
+        """The command prefix that runs a command on this host."""
         return self._site.prefix
 
     @property
@@ -81,7 +81,7 @@ class Host:
         return self._site.rack
 
     def pids(self) -> set[int]:
-        """Every program that runs on this host."""
+        """Return every program that runs on this host."""
         return pids_in([self.name])
 
     def popen(
@@ -117,7 +117,7 @@ class Host:
 
 
 class Network:
-    """A lab that exists: what can be observed and changed while programs run in it."""
+    """A lab that exists, and can be observed and changed while programs run in it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -143,11 +143,11 @@ class Network:
         return self._shaped().get(self._plan.uplink(0)[0])
 
     def bytes(self) -> tuple[Traffic, ...]:
-        """What every host has sent and received so far, from the kernel's counters."""
+        """Return what every host has sent and received so far, from the kernel's counters."""
         return tuple(_traffic(port) for port in self._ports(site.port for site in self._plan.sites))
 
     def core_bytes(self) -> tuple[Traffic, ...]:
-        """What every rack has sent to the core and received from it."""
+        """Return what every rack has sent to the core and received from it."""
         if self.racks == 1:
             return ()
         uplinks = (self._plan.uplink(rack)[1] for rack in range(self.racks))
@@ -193,8 +193,7 @@ class Network:
     def traffic(
         self, source: int, sink: int, rate: str | int | float, seconds: float = math.inf
     ) -> Iterator[subprocess.Popen[str]]:
-        """Competing UDP traffic from one host to another, at a constant rate, while the block
-        runs."""
+        """Send competing UDP traffic between hosts at a constant rate, during the block."""
         bps, address = bits_per_second(rate), self.hosts[sink].address
         if source == sink:
             raise LaunchError("traffic from a host to itself crosses no link; name two hosts")
@@ -206,8 +205,8 @@ class Network:
             assert receiver.stdout is not None
             if receiver.stdout.readline() != "ready\n":
                 raise LaunchError(f"nothing can receive traffic on {self.hosts[sink].name}")
-            told = [address, str(crosstraffic.PORT), str(bps), str(seconds)]
-            sender = self.hosts[source].popen([*program, "send", *told])
+            arguments = [address, str(crosstraffic.PORT), str(bps), str(seconds)]
+            sender = self.hosts[source].popen([*program, "send", *arguments])
             try:
                 yield sender
             finally:
@@ -217,15 +216,15 @@ class Network:
 
     def _ports(self, names: Iterable[str]) -> list[dict[str, Any]]:
         listed = json.loads(_run(planning.counters(self._plan)))
-        found: dict[str, dict[str, Any]] = {link["ifname"]: link for link in listed}
+        by_name: dict[str, dict[str, Any]] = {link["ifname"]: link for link in listed}
         wanted = list(names)
-        # A lab goes host by host, and its switch may be the last to go.
-        if absent := [name for name in wanted if name not in found]:
+        # Hosts of a lab are removed one by one, and its switch may be the last.
+        if absent := [name for name in wanted if name not in by_name]:
             raise LaunchError(
                 f"lab {self.name} has no port {', '.join(absent)} any more: it is being removed, "
                 f"or half of it was; `slipstream lab down {self.name}` removes the rest"
             )
-        return [found[name] for name in wanted]
+        return [by_name[name] for name in wanted]
 
     def _queues(self) -> list[dict[str, Any]]:
         listed: list[dict[str, Any]] = json.loads(_run(planning.queues(self._plan)))
@@ -237,7 +236,7 @@ class Network:
 
 
 class Lab(Network):
-    """Network namespaces on one switch, every link shaped both ways.
+    """A lab of network namespaces on one switch, with every link shaped both ways.
 
         with Lab(hosts=4, rate="200mbit") as lab:
             server = lab.hosts[0].popen(["python", "serve.py"])
@@ -246,11 +245,11 @@ class Lab(Network):
     ``rate`` is one rate for all hosts or a sequence with one for each; None leaves a link unshaped.
     With ``racks``, hosts are on separate switches (the first rack has the first hosts), and a link
     of ``core_rate`` connects each to the core. The lab and every process in it are removed when the
-    block ends, however it ends; ``keep()`` makes one that stays instead.
+    block ends, however it ends; ``keep()`` makes a lab that stays.
 
-    ``congestion`` is the hosts' TCP congestion control. Every namespace may choose Reno,
-    and with it results do not depend on the machine's default; BBR, for example, left a fifth of a
-    100 Mbit/s link unused that carried data one way and another flow's acknowledgements the other.
+    ``congestion`` is the hosts' TCP congestion control. Every namespace may choose Reno, and with
+    it results do not depend on the machine's default. BBR, for example, left a fifth of a 100
+    Mbit/s link unused that carried data one way and another flow's acknowledgements the other way.
     None keeps the machine's default. ``delay_ms`` and ``loss_percent``, for each direction of each
     host's link, need a kernel with ``netem``.
     """
@@ -272,7 +271,7 @@ class Lab(Network):
             raise LaunchError(f"a core of {core_rate} needs racks to join; give at least 2 racks")
         self._trouble = Trouble(delay_ms, loss_percent)
         rates = planning.rate_per_host(hosts, rate)
-        # Bad rates are refused here, before anything is made.
+        # Invalid rates are refused here, before anything is created.
         self._commands = tuple(
             planning.build(self._plan, rates, core_rate, self._trouble, congestion=congestion)
         )
@@ -337,22 +336,22 @@ class Lab(Network):
 
 
 def find(name: str | None = None) -> Network:
-    """An existing lab: the one of this name, or the only one."""
+    """Return an existing lab: the one of this name, or the only one."""
     if (reason := missing_tools()) is not None:
         raise LaunchError(reason)
     names = existing()
     if not names:
         raise LaunchError("there is no lab on this machine; `slipstream lab up` makes one")
     if name is None and len(names) > 1:
-        raise LaunchError(f"there are several labs, {', '.join(names)}: say which (--lab NAME)")
+        raise LaunchError(f"there are several labs, {', '.join(names)}: name one (--lab NAME)")
     name = name or names[0]
     if name not in names:
         raise LaunchError(f"there is no lab {name!r}; there is {', '.join(names)}")
-    return Network(_seen(name))
+    return Network(_existing_plan(name))
 
 
-def _seen(name: str) -> Plan:
-    """The plan of a lab, reconstructed from the kernel's state."""
+def _existing_plan(name: str) -> Plan:
+    """Return the plan of a lab, reconstructed from the kernel's state."""
     ports = {link["ifname"] for link in json.loads(_run(planning.counters(Plan(name, ()))))}
     hosts = sum(port.startswith(f"{name}-p") for port in ports)
     racks = sum(port.startswith(f"{name}-u") for port in ports)
@@ -375,7 +374,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def missing_tools() -> str | None:
-    """What this machine lacks for a lab, without trying; None if nothing."""
+    """Return what this machine lacks for a lab, without trying; None if nothing."""
     if not sys.platform.startswith("linux"):
         return f"the lab needs Linux network namespaces; this is {sys.platform}"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -388,7 +387,7 @@ def missing_tools() -> str | None:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Why no lab can be made here, or None if one can. Tries with a small one."""
+    """Return why no lab can be made here, after trying a small one; None if one can."""
     if (reason := missing_tools()) is not None:
         return reason
     try:

@@ -62,11 +62,11 @@ class Plan:
         return f"{self.name}-br"
 
     def bridge(self, rack: int) -> str:
-        """The switch that a rack's hosts are on."""
+        """Return the switch that a rack's hosts are on."""
         return self.core if self.racks == 1 else f"{self.name}-b{rack}"
 
     def uplink(self, rack: int) -> tuple[str, str]:
-        """The ends of a rack's link to the core: at the rack's switch, and at the core."""
+        """Return the ends of a rack's link to the core: at the rack's switch, and at the core."""
         return f"{self.name}-u{rack}", f"{self.name}-d{rack}"
 
     @property
@@ -75,7 +75,7 @@ class Plan:
 
 
 def plan(name: str, hosts: int, racks: int = 1) -> Plan:
-    """A lab of this name; hosts fill the racks in order."""
+    """Return the plan of a lab of this name; hosts fill the racks in order."""
     if not 1 <= hosts <= MOST_HOSTS:
         raise LaunchError(f"a lab has 1 to {MOST_HOSTS} hosts, not {hosts}")
     if racks < 1 or hosts % racks:
@@ -97,7 +97,7 @@ def plan(name: str, hosts: int, racks: int = 1) -> Plan:
 
 
 def rate_per_host(hosts: int, rate: Rate | Sequence[Rate]) -> tuple[Rate, ...]:
-    """One rate for all, or a sequence with one for each."""
+    """Return every host's rate, from one rate for all or a sequence with one for each."""
     if rate is None or isinstance(rate, str | int | float):
         return (rate,) * hosts
     if len(rate) != hosts:
@@ -113,7 +113,7 @@ def build(
     *,
     congestion: str | None,
 ) -> Iterator[Command]:
-    """Every command that makes the lab, in order. The first claims the name: it fails if taken."""
+    """Yield the commands that make the lab, in order. The first fails if the name is taken."""
     yield ("ip", "netns", "add", lab.switch)
     yield from _add_bridge(lab, lab.core)
     if lab.racks > 1:
@@ -128,14 +128,14 @@ def build(
 
 
 def shape(lab: Plan, index: int, rate: Rate, trouble: Trouble) -> Iterator[Command]:
-    """Both directions of one host's link: out of the host, and out of the switch towards it."""
+    """Shape both directions of one host's link: out of the host, and from the switch to it."""
     site = lab.sites[index]
     yield from _shape_device(site.namespace, site.interface, rate, trouble)
     yield from _shape_device(lab.switch, site.port, rate, trouble)
 
 
 def shape_uplink(lab: Plan, rack: int, rate: Rate) -> Iterator[Command]:
-    """Both directions of a rack's link to the core."""
+    """Shape both directions of a rack's link to the core."""
     for device in lab.uplink(rack):
         yield from _shape_device(lab.switch, device, rate, Trouble())
 
@@ -146,7 +146,7 @@ def _shape_device(namespace: str, device: str, rate: Rate, trouble: Trouble) -> 
 
 
 def new_rate(lab: Plan, index: int, rate: Rate, *, in_netem: bool) -> Iterator[Command]:
-    """Another rate for a host's link; delay and loss do not change."""
+    """Change the rate of a host's link; delay and loss do not change."""
     site = lab.sites[index]
     for namespace, device in ((site.namespace, site.interface), (lab.switch, site.port)):
         arguments = bucket_within_netem(rate) if in_netem else ("root", *bucket_or_none(rate))
@@ -154,23 +154,23 @@ def new_rate(lab: Plan, index: int, rate: Rate, *, in_netem: bool) -> Iterator[C
 
 
 def set_link(lab: Plan, index: int, *, up: bool) -> Command:
-    """At the switch: the host sees its link disconnected."""
+    """Set the link at the switch: the host sees it disconnected."""
     state = "up" if up else "down"
     return ("ip", "-n", lab.switch, "link", "set", lab.sites[index].port, state)
 
 
 def counters(lab: Plan) -> Command:
-    """Prints, as JSON, every port of the switches: its master, its state, what it has carried."""
+    """Print, as JSON, every port of the switches: its master, its state, its counters."""
     return ("ip", "-n", lab.switch, "-json", "-stats", "link", "show", "type", "veth")
 
 
 def queues(lab: Plan) -> Command:
-    """Prints, as JSON, how every port of the switches is shaped."""
+    """Print, as JSON, how every port of the switches is shaped."""
     return ("tc", "-n", lab.switch, "-json", "qdisc", "show")
 
 
 def set_congestion(site: Site, algorithm: str) -> Command:
-    """TCP's congestion control is set per namespace; ``sysctl`` is not installed everywhere."""
+    """Set TCP's congestion control, which is per namespace; ``sysctl`` is not always installed."""
     write = 'echo "$0" > /proc/sys/net/ipv4/tcp_congestion_control'
     return (*site.prefix, "sh", "-c", write, algorithm)
 

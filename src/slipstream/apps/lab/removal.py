@@ -1,4 +1,4 @@
-"""Labs are removed, whatever happens to the process that made them.
+"""The removal of labs, whatever happens to the process that made them.
 
 A lab is found by its name alone: namespaces ``slip1a2b3c-…`` belong to lab ``slip1a2b3c``. Removing
 it ends the processes inside, then deletes the namespaces, and with them every link.
@@ -29,13 +29,13 @@ _COMMAND_LIMIT_S = 20.0
 
 
 def lab_of(namespace: str) -> str | None:
-    """The lab of a namespace, or None if it is not a lab's namespace."""
+    """Return the lab of a namespace, or None if it is not a lab's namespace."""
     match = _NAMESPACE.fullmatch(namespace)
     return match[1] if match else None
 
 
 def namespaces() -> list[str]:
-    """Every namespace of every lab on this machine."""
+    """Return every namespace of every lab on this machine."""
     if shutil.which("ip") is None:
         return []  # no lab can exist
     listed = (line.split()[0] for line in _output("ip", "netns", "list").splitlines() if line)
@@ -43,21 +43,21 @@ def namespaces() -> list[str]:
 
 
 def existing() -> list[str]:
-    """The names of all labs on this machine, in use or left behind."""
+    """Return the names of all labs on this machine, in use or left behind."""
     return sorted({name for name in map(lab_of, namespaces()) if name is not None})
 
 
 def remove(lab: str, *, grace_s: float = 2.0) -> None:
-    """Remove one lab; nothing happens if it is gone already."""
-    mine = [name for name in namespaces() if lab_of(name) == lab]
-    _end_processes(mine, grace_s=grace_s)
-    for name in mine:
+    """Remove one lab; do nothing if it is removed already."""
+    own_namespaces = [name for name in namespaces() if lab_of(name) == lab]
+    _end_processes(own_namespaces, grace_s=grace_s)
+    for name in own_namespaces:
         # The maker and its watchdog may both remove a lab: the second finds nothing to do.
         _output("ip", "netns", "delete", name)
 
 
 def remove_all() -> list[str]:
-    """Remove every lab on this machine, those in use as well; returns their names."""
+    """Remove every lab on this machine, those in use as well; return their names."""
     names = existing()
     for name in names:
         remove(name)
@@ -67,18 +67,18 @@ def remove_all() -> list[str]:
 def _end_processes(names: list[str], *, grace_s: float) -> None:
     killing_from = time.monotonic() + grace_s
     giving_up_at = killing_from + 5.0
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while (pids := pids_in(names)) and time.monotonic() < giving_up_at:
         if time.monotonic() >= killing_from:
             signal_all(names, pids, signal.SIGKILL)
         else:
-            signal_all(names, pids - asked, signal.SIGTERM)
-            asked |= pids
+            signal_all(names, pids - signalled, signal.SIGTERM)
+            signalled |= pids
         time.sleep(0.02)
 
 
 def pids_in(names: list[str]) -> set[int]:
-    """Every process in these namespaces, except this one."""
+    """Return every process in these namespaces, except this one."""
     inside = {int(pid) for name in names for pid in _output("ip", "netns", "pids", name).split()}
     return inside - {os.getpid()}
 
@@ -89,7 +89,7 @@ def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None
     A process may have ended since it was listed, and its number may be reused. So each one is
     checked again through a pidfd, which stays with one process.
     """
-    inside = {found for name in names if (found := _identity(f"{NETNS_FOLDER}/{name}"))}
+    inside = {identity for name in names if (identity := _identity(f"{NETNS_FOLDER}/{name}"))}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError), _held(pid) as send:
             if _identity(f"/proc/{pid}/ns/net") in inside:
@@ -98,27 +98,27 @@ def signal_all(names: list[str], pids: set[int], number: signal.Signals) -> None
 
 @contextlib.contextmanager
 def _held(pid: int) -> Iterator[Callable[[int], None]]:
-    """A function that signals the process that has this number now, and no later one."""
+    """Yield a function that signals the process that has this number now, and no later one."""
     try:
-        held = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except OSError:  # Linux before 5.3
         yield partial(os.kill, pid)
         return
     try:
-        yield partial(signal.pidfd_send_signal, held)
+        yield partial(signal.pidfd_send_signal, pidfd)
     finally:
-        os.close(held)
+        os.close(pidfd)
 
 
 def _identity(namespace: str) -> tuple[int, int] | None:
-    """What identifies a namespace; None if it no longer exists."""
+    """Return a namespace's identity; None if it no longer exists."""
     try:
-        found = os.stat(namespace)
+        status = os.stat(namespace)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _output(*command: str) -> str:
@@ -137,7 +137,7 @@ def _output(*command: str) -> str:
 
 
 def start_watchdog(lab: str) -> subprocess.Popen[bytes]:
-    """A process that removes ``lab`` once its stdin is closed or this process has ended."""
+    """Start a process that removes ``lab`` once its stdin is closed or this process has ended."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, lab, str(os.getpid())],
         stdin=subprocess.PIPE,

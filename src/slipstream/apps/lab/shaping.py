@@ -52,7 +52,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What ``netem`` adds to each direction of a link."""
+    """The delay and loss that ``netem`` adds to each direction of a link."""
 
     delay_ms: float = 0.0
     loss_percent: float = 0.0
@@ -67,17 +67,17 @@ class Trouble:
         return self.delay_ms > 0 or self.loss_percent > 0
 
     def arguments(self, rate: Rate) -> tuple[str, ...]:
-        """``netem`` holds packets in flight; its limit must have space for all of them."""
+        """Return ``netem``'s arguments; its limit must have space for all packets in flight."""
         bps = _FASTEST_BPS / 10 if rate is None else bits_per_second(rate)
-        held = round(2 * bps / 8 * self.delay_ms / 1000 / SMALL_FRAME_NBYTES)
+        in_flight = round(2 * bps / 8 * self.delay_ms / 1000 / SMALL_FRAME_NBYTES)
         return (
-            *("netem", "limit", str(max(1000, held)), "delay", f"{self.delay_ms:g}ms"),
+            *("netem", "limit", str(max(1000, in_flight)), "delay", f"{self.delay_ms:g}ms"),
             *("loss", f"{self.loss_percent:g}%"),
         )
 
 
 def shapeable(rate: str | int | float) -> float:
-    """The rate in bits per second, if ``tbf`` can shape it."""
+    """Return the rate in bits per second, if ``tbf`` can shape it."""
     bps = bits_per_second(rate)
     if not _SLOWEST_BPS <= bps <= _FASTEST_BPS:
         raise LaunchError(f"a link of {bps:g} bit/s cannot be shaped; take 100kbit to 100gbit")
@@ -85,7 +85,7 @@ def shapeable(rate: str | int | float) -> float:
 
 
 def bucket(rate: str | int | float) -> Bucket:
-    """The token bucket for a link of this rate."""
+    """Return the token bucket for a link of this rate."""
     bps = shapeable(rate)
     return Bucket(
         rate_bps=round(bps),
@@ -95,12 +95,12 @@ def bucket(rate: str | int | float) -> Bucket:
 
 
 def bucket_or_none(rate: Rate) -> tuple[str, ...]:
-    """The arguments that shape a link of this rate, if any."""
+    """Return the arguments that shape a link of this rate, if any."""
     return ("noqueue",) if rate is None else bucket(rate).arguments
 
 
 def bucket_within_netem(rate: Rate) -> tuple[str, ...]:
-    """The place and the bucket inside ``netem``, where an unshaped link has a very fast one."""
+    """Return the place and the bucket inside ``netem``; an unshaped link gets a very fast one."""
     return (
         "parent",
         "1:1",
@@ -111,7 +111,7 @@ def bucket_within_netem(rate: Rate) -> tuple[str, ...]:
 
 
 def queue(rate: Rate, trouble: Trouble) -> tuple[tuple[str, ...], ...]:
-    """By place in a device's tree: its queueing discipline."""
+    """Return the queueing disciplines, by place in a device's tree."""
     if not trouble:
         return (("root", *bucket_or_none(rate)),)
     outer = ("root", "handle", "1:", *trouble.arguments(rate))

@@ -1,1 +1,1 @@
-"""Available bandwidth of a network, measured with bursts of packets."""
+"""The available bandwidth of a network, measured with bursts of packets."""

@@ -43,7 +43,7 @@ _TIMESPEC = struct.Struct("@ll")
 
 @dataclass(slots=True)
 class Counts:
-    """What a listener has received."""
+    """The numbers of packets and bytes that a listener has received and sent."""
 
     sessions: int = 0
     streams: int = 0
@@ -65,7 +65,7 @@ class _Session:
 
 
 class Reception:
-    """The listener's state; it gets datagrams and returns answers. No I/O, no clock."""
+    """The listener's state, which takes datagrams and returns answers. No I/O, no clock."""
 
     def __init__(self, secret: bytes | None) -> None:
         self.counts = Counts()
@@ -73,7 +73,7 @@ class Reception:
         self._sessions: dict[bytes, _Session] = {}
 
     def take(self, datagram: bytes, arrived_ns: int, now_s: float) -> bytes | None:
-        """``arrived_ns``: on any monotonic clock; never 0, which means "did not arrive"."""
+        """Handle a datagram; ``arrived_ns`` is of any monotonic clock, and never 0."""
         self.counts.received_nbytes += len(datagram)
         answer = self._answer(datagram, arrived_ns, now_s)
         if answer is not None:
@@ -93,7 +93,7 @@ class Reception:
             return None
         session.heard_s = now_s
         self.counts.packets += 1
-        if packet.kind is Kind.PROBE and self._noted(session, packet, arrived_ns):
+        if packet.kind is Kind.PROBE and self._record_packet(session, packet, arrived_ns):
             return None
         if packet.kind is Kind.ASK and _reportable(session, packet, len(datagram)):
             return _report(session, packet)
@@ -103,7 +103,7 @@ class Reception:
     def _welcome(
         self, packet: Packet, session: _Session | None, nbytes: int, now_s: float
     ) -> bytes | None:
-        """A repeated HELLO gets the same answer."""
+        """Open a session for a HELLO; a repeated HELLO gets the same answer."""
         if nbytes < HEAD_NBYTES + NONCE_NBYTES:
             self.counts.malformed += 1
             return None
@@ -124,8 +124,8 @@ class Reception:
         for nonce in silent:
             del self._sessions[nonce]
 
-    def _noted(self, session: _Session, packet: Packet, arrived_ns: int) -> bool:
-        """A session has one stream at a time; a late packet of an earlier one is ignored."""
+    def _record_packet(self, session: _Session, packet: Packet, arrived_ns: int) -> bool:
+        """Record a packet; a late one of an earlier stream of the session is ignored."""
         if not packet.index < packet.count <= MOST_PACKETS or packet.stream < session.stream:
             return False
         if packet.stream > session.stream:
@@ -140,7 +140,7 @@ class Reception:
 
 
 def _reportable(session: _Session, packet: Packet, nbytes: int) -> bool:
-    """Of a stream that was lost completely, the report is that nothing arrived."""
+    """Return whether to report; of a stream that was lost completely, nothing has arrived."""
     lost = packet.stream > session.stream
     current = packet.stream == session.stream and packet.count == len(session.arrivals)
     return (
@@ -159,13 +159,13 @@ def _report(session: _Session, packet: Packet) -> bytes:
 
 
 class Listener:
-    """Answers probers in its own thread, for as long as the block runs.
+    """A thread that answers probers for as long as the block runs.
 
         with Listener("10.0.0.7", secret=secret) as listener:
             ...  # a job
             listener.counts.streams
 
-    The kernel timestamps arrivals where it can: the thread may then be late.
+    The kernel timestamps arrivals if it can, since the thread may be late.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Listener:
             )
         self.address, self.port = address, port
         self._reception = Reception(secret)
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     @property
     def counts(self) -> Counts:
@@ -202,13 +202,13 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
         self._socket.close()
 
     def _serve(self) -> None:
         self._socket.settimeout(0.1)
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             try:
                 # One byte more than the largest packet, so that a larger one is detected.
                 received = self._socket.recvmsg(LARGEST_NBYTES + 1, 64)
@@ -233,7 +233,7 @@ def _stamp_arrivals(into: socket.socket) -> bool:
 
 
 def _stamp(notes: Sequence[tuple[int, int, bytes]]) -> int:
-    """0, as if it had not arrived, for a packet without a timestamp: clocks must not be mixed."""
+    """Return a packet's timestamp; 0 (not arrived) without one: clocks must not mix."""
     for level, kind, content in notes:
         if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS):
             seconds, nanoseconds = _TIMESPEC.unpack_from(content)

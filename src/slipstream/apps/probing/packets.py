@@ -7,10 +7,10 @@
     ASK page p                   ─────────▶
                                  ◀─────────  REPORT  arrival times of 168 packets
 
-A packet is a header, a tag and padding. The tag is an HMAC of the header, and of the body where
-there is one, with a key derived from the secret and both nonces; a packet without the
-right one is counted and gets no answer. An answer is never larger than its request, which is
-padded, so a listener cannot be used to flood another host.
+A packet is a header, a tag and padding. The tag is an HMAC of the header, and of the body if there
+is one, with a key derived from the secret and both nonces; a packet without the right tag is
+counted and gets no answer. An answer is never larger than its request, which is padded, so a
+listener cannot be used to flood another host.
 
 Rates and sizes count whole frames: Ethernet, IP and UDP headers, and the payload.
 """
@@ -74,7 +74,7 @@ class Packet:
 
 
 def parse(datagram: bytes) -> Packet | None:
-    """The header of anything that could be one of our packets; the tag authenticates it."""
+    """Return the header of anything that could be one of our packets; its tag is not checked."""
     if not HEAD_NBYTES <= len(datagram) <= LARGEST_NBYTES:
         return None
     magic, kind, session, stream, index, count = HEADER.unpack_from(datagram)
@@ -84,14 +84,14 @@ def parse(datagram: bytes) -> Packet | None:
 
 
 def genuine(datagram: bytes, key: bytes, body_nbytes: int = 0) -> bool:
-    """Whether the tag was made with the key."""
+    """Return whether the tag was made with the key."""
     body = datagram[HEAD_NBYTES : HEAD_NBYTES + body_nbytes]
-    said = datagram[HEADER.size : HEAD_NBYTES]
-    return hmac.compare_digest(tag_of(key, datagram[: HEADER.size] + body), said)
+    tag = datagram[HEADER.size : HEAD_NBYTES]
+    return hmac.compare_digest(tag_of(key, datagram[: HEADER.size] + body), tag)
 
 
 def greeting_key(secret: bytes | None) -> bytes:
-    """Without a secret, which only loopback allows, the key prevents accidents, not attacks."""
+    """Return the key of a greeting. Without a secret, on loopback, it prevents accidents only."""
     master = stretch(secret) if secret else b""
     return Credentials.for_run(master, b"probe", encrypt=False).derive("greeting")
 
@@ -119,7 +119,7 @@ def is_loopback(where: tuple[Any, ...]) -> bool:
 
 
 def open_socket(family: int) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_DGRAM)
+    new = socket.socket(family, socket.SOCK_DGRAM)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        made.setsockopt(socket.SOL_SOCKET, option, BUFFER_NBYTES)
-    return made
+        new.setsockopt(socket.SOL_SOCKET, option, BUFFER_NBYTES)
+    return new

@@ -1,4 +1,4 @@
-"""Measures available bandwidth: trains and fleets of streams to a listener, and a bisection."""
+"""Measurement of available bandwidth: trains and fleets of streams, and a bisection."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _LONGEST_REST_S = 2.0
 _PACEABLE = 0.8
 # The available bandwidth is at most a train's own rate, which has some error.
 _ABOVE_TRAIN = 1.25
-# More than needed. Too much makes a queue that drains, and too little leaves some of the bucket,
+# More than needed. Too much creates a queue that drains, and too little leaves some of the bucket,
 # during the first third of a stream; that third does not count.
 _OVERFILL = 1.25
-# How often a stream is sent, on average over a fleet, before the prober gives up.
+# The most times that a stream is sent, on average over a fleet, before the prober gives up.
 _MOST_ATTEMPTS = 3
 LEAST_TRAFFIC_NBYTES = 10_000_000
 
 
 class _Spent(Exception):
-    """A limit of the measurement is reached; it ends with what is known."""
+    """A limit of the measurement that is reached; the measurement ends with what is known."""
 
 
 @dataclass(slots=True)
 class _Allowance:
-    """What a measurement may still send, and until when; and the number of streams sent."""
+    """The packets and the time that a measurement has left, and the number of streams sent."""
 
     streams: Streams
     at_most_nbytes: int
@@ -59,7 +59,7 @@ class _Allowance:
     late: int = 0
 
     def spent(self, shape: Shape, fill: int = 0) -> str:
-        """The limit that such a stream would exceed; empty if none."""
+        """Return the limit that such a stream would exceed; empty if none."""
         cost_nbytes = self.streams.cost_nbytes(shape, fill)
         if self.streams.sent_nbytes + cost_nbytes > self.at_most_nbytes:
             return "traffic"
@@ -71,15 +71,15 @@ class _Allowance:
         return self.streams.send(shape, fill)
 
     def send_stream(self, shape: Shape, path: _Path) -> Trend | None:
-        """Send a stream; None if this machine was too busy to pace it."""
+        """Send a stream; return None if this machine was too busy to pace it."""
         frame_nbytes = self.streams.largest_frame_nbytes
         fill = path.fill(frame_nbytes)
         flight = self.send(shape, fill)
         emptied = path.emptied(fill * frame_nbytes, flight.filled_s)
-        found = trend_of(flight) if emptied else None
+        trend = trend_of(flight) if emptied else None
         self.flown += 1
-        self.late += found is None
-        return found
+        self.late += trend is None
+        return trend
 
 
 def measure(
@@ -95,7 +95,7 @@ def measure(
     limit_s: float = 60.0,
     answer_limit_s: float = 5.0,
 ) -> Available:
-    """The available bandwidth of the path from here to a listener, in bytes/s.
+    """Measure the available bandwidth of the path from here to a listener, in bytes/s.
 
     It ends when the range is within ``resolution`` of its upper end, or when ``at_most_nbytes``
     were sent, or after ``limit_s``: ``Available.ended`` has the reason. Rates below
@@ -135,24 +135,24 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """What trains showed: how fast packets can leave here, and the path's rate and bucket."""
+    """The results of trains: how fast this machine can send, and the path's rate and bucket."""
 
     fastest_bytes_s: float
-    seen: Knee | None  # None if they arrived as fast as they left, or not at all
+    seen: Knee | None  # None if trains arrived as fast as sent, or not at all
 
     @property
     def burst_nbytes(self) -> int:
         return 0 if self.seen is None else self.seen.burst_nbytes
 
     def fill(self, frame_nbytes: int) -> int:
-        """Number of packets that empty the bucket, although it fills while they are sent."""
+        """Return the number of packets that empty the bucket, although it fills meanwhile."""
         if self.seen is None:
             return 0
         share = 1 - self.seen.rate_bytes_s * _PACEABLE / self.fastest_bytes_s
         return min(MOST_PACKETS, math.ceil(_OVERFILL * self.burst_nbytes / share / frame_nbytes))
 
     def emptied(self, fill_nbytes: int, filled_s: float) -> bool:
-        """Whether the bucket is empty: not if the sender was delayed meanwhile."""
+        """Return whether the bucket is empty: not if the sender was delayed meanwhile."""
         refilled = 0.0 if self.seen is None else self.seen.rate_bytes_s * filled_s
         return fill_nbytes - refilled >= self.burst_nbytes
 
@@ -164,7 +164,7 @@ class _Path:
 
 
 def _bisect(allowance: _Allowance, search: Search, path: _Path, fleet: int) -> tuple[Search, str]:
-    """The search at its end, and the reason of the end."""
+    """Return the search at its end, and the reason of the end."""
     shape = allowance.streams.shape
     try:
         while (rate := next_rate(search)) is not None:
@@ -177,8 +177,8 @@ def _bisect(allowance: _Allowance, search: Search, path: _Path, fleet: int) -> t
 def _send_trains(allowance: _Allowance) -> _Path:
     """Send packets as fast as possible, until a train is long enough to show the path's own rate.
 
-    Only after a train that showed the rate, the pause is known to fill the bucket. A
-    bucket that was not full looks smaller than it is, so the largest one counts.
+    Only after a train that showed the rate, the pause is known to fill the bucket. A bucket that
+    was not full looks smaller than it is, so the largest one counts.
     """
     packets, fastest_bytes_s, rest_s = _SHORTEST_TRAIN, 0.0, _SHORTEST_REST_S
     knees: list[Knee] = []
@@ -190,37 +190,37 @@ def _send_trains(allowance: _Allowance) -> _Path:
                 break
         flight = _send_train(allowance, shape, rest_s)
         fastest_bytes_s = max(fastest_bytes_s, _PACEABLE * flight.sent_bytes_s)
-        seen = _seen_by(flight, fastest_bytes_s)
-        if seen is not None:
-            knees.append(seen)
-            rest_s = _rest_s(seen)
-            if seen.clear and len(knees) > 1:
+        shown = _seen_by(flight, fastest_bytes_s)
+        if shown is not None:
+            knees.append(shown)
+            rest_s = _rest_s(shown)
+            if shown.clear and len(knees) > 1:
                 break
-        packets *= 1 if seen is not None and seen.clear else 2
+        packets *= 1 if shown is not None and shown.clear else 2
     if not knees:
         return _Path(fastest_bytes_s, None)
-    burst_nbytes = max(seen.burst_nbytes for seen in knees)
+    burst_nbytes = max(shown.burst_nbytes for shown in knees)
     return _Path(fastest_bytes_s, replace(knees[-1], burst_nbytes=burst_nbytes))
 
 
-def _rest_s(seen: Knee) -> float:
-    """Long enough for the bucket to be full again, even if other traffic uses most of the link."""
-    filled_s = 4 * seen.train_nbytes / seen.rate_bytes_s
+def _rest_s(shown: Knee) -> float:
+    """Return a pause in which the bucket fills, even if other traffic uses most of the link."""
+    filled_s = 4 * shown.train_nbytes / shown.rate_bytes_s
     return min(max(filled_s, _SHORTEST_REST_S), _LONGEST_REST_S)
 
 
 def _seen_by(train: Flight, fastest_bytes_s: float) -> Knee | None:
-    """None if the train arrived as fast as any can leave, or shows nothing.
+    """Return the path's knee; None if the train arrived as fast as any can be sent.
 
-    Its own sending speed is no measure: where a full link uses the sender's core, a train slows
-    down as soon as the bucket is empty.
+    The train's own sending speed is no measure: if a full link uses the sender's core, a train
+    slows down as soon as the bucket is empty.
     """
-    found = knee(train.arrived_s, train.shape.frame_nbytes) if train.unbroken else None
-    return found if found is not None and found.rate_bytes_s < fastest_bytes_s else None
+    shown = knee(train.arrived_s, train.shape.frame_nbytes) if train.unbroken else None
+    return shown if shown is not None and shown.rate_bytes_s < fastest_bytes_s else None
 
 
 def _send_train(allowance: _Allowance, shape: Shape, rest_s: float) -> Flight:
-    """While a sender is delayed the bucket fills: such a train shows nothing, and is repeated."""
+    """Send a train. While a sender is delayed the bucket fills; such a train is repeated."""
     flight = allowance.send(shape)
     for _ in range(_MOST_ATTEMPTS - 1):
         if flight.unbroken:
@@ -233,7 +233,7 @@ def _send_train(allowance: _Allowance, shape: Shape, rest_s: float) -> Flight:
 
 
 def _send_fleet(allowance: _Allowance, shape: Shape, path: _Path, fleet: int) -> Verdict:
-    """Streams until the vote is decided, each followed by a pause of its own length.
+    """Send streams until the vote is decided, each followed by a pause of its own length.
 
     A stream that this machine was too busy to pace is sent again, within limits.
     """
@@ -241,19 +241,19 @@ def _send_fleet(allowance: _Allowance, shape: Shape, path: _Path, fleet: int) ->
     for _ in range(_MOST_ATTEMPTS * fleet):
         if decided(trends, fleet):
             break
-        found = allowance.send_stream(shape, path)
-        if found is not None:
-            trends.append(found)
+        trend = allowance.send_stream(shape, path)
+        if trend is not None:
+            trends.append(trend)
         time.sleep(shape.seconds)
     return vote([*trends, *[Trend.AMBIGUOUS] * (fleet - len(trends))])
 
 
 def trend_of(flight: Flight) -> Trend | None:
-    """The trend of the packets that left in time; None if those are less than a quarter of any
+    """Return the trend of the packets sent in time; None if they are less than a quarter of any
     third.
 
-    A sender that was delayed and never caught up has not sent at the rate. The first
-    third is still affected by what was sent before the stream, and is ignored.
+    A sender that was delayed and never caught up has not sent at the rate. The first third is still
+    affected by what was sent before the stream, and is ignored.
     """
     tolerable_s = max(TOLERABLE_LAG_S, flight.shape.gap_ns / 1e9)
     due_s = (index * flight.shape.gap_ns / 1e9 for index in range(flight.shape.packets))

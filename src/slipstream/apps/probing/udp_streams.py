@@ -1,4 +1,4 @@
-"""Streams of UDP packets that measure available bandwidth: the sender."""
+"""The sender of streams of UDP packets that measure available bandwidth."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from slipstream.apps.probing.packets import (
 )
 from slipstream.errors import LaunchError, SecretError, WaitLimit
 
-# The same number of bytes at any rate, since bursts of other traffic, too, take less time on a
-# faster link. Shorter streams would be dominated by the operating system's delays; longer ones take
-# too long.
+# The same number of bytes at any rate, since bursts of other traffic also take less time on a
+# faster link. In shorter streams the operating system's delays would dominate; longer ones take too
+# long.
 STREAM_NBYTES = 500_000
 SHORTEST_STREAM_S = 0.01
 LONGEST_STREAM_S = 0.5
@@ -40,9 +40,9 @@ FEWEST_PACKETS = 100  # ten groups of ten
 ASK_AGAIN_S = 0.25
 # A sleep may end this late; the rest of a gap is spent in a busy loop.
 _OVERSLEEP_NS = 200_000
-# A packet that left later than this, and later than a gap, is ignored: while a sender is delayed
-# its queue drains, and the packets that it then sends at once queue behind each other. Once it has
-# caught up, the queue is as it would have been.
+# A packet that was sent later than this, and later than a gap, is ignored: while a sender is
+# delayed its queue drains, and the packets that it then sends at once queue behind each other. Once
+# it has caught up, the queue is as it would have been.
 TOLERABLE_LAG_S = 100e-6
 
 
@@ -65,22 +65,22 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """When a stream's packets were due and sent, and when they arrived by another clock."""
+    """The times at which a stream's packets were due and sent, and arrived by another clock."""
 
     shape: Shape
     sent_s: list[float]
     arrived_s: list[float | None]
-    filled_s: float = 0.0  # how long it took to send the packets before
+    filled_s: float = 0.0  # the time it took to send the packets before
 
     @property
     def sent_bytes_s(self) -> float:
-        """The mean speed at which packets left."""
+        """The mean speed at which packets were sent."""
         spent_s = max(self.sent_s[-1] - self.sent_s[0], 1e-9)
         return (len(self.sent_s) - 1) * self.shape.frame_nbytes / spent_s
 
     @property
     def unbroken(self) -> bool:
-        """Whether the sender was never delayed for a large part of the time."""
+        """True if the sender was never delayed for a large part of the time."""
         longest_s = max(b - a for a, b in pairwise(self.sent_s))
         return longest_s <= max(TOLERABLE_LAG_S, 0.2 * (self.sent_s[-1] - self.sent_s[0]))
 
@@ -127,7 +127,7 @@ class Streams:
         return LARGEST_NBYTES + self.headers_nbytes
 
     def shape(self, bytes_s: float) -> Shape:
-        """A stream at this rate; packets are smaller where they would otherwise be too few."""
+        """Return a stream at this rate; packets are smaller where there would be too few."""
         wanted = bytes_s * min(max(STREAM_NBYTES / bytes_s, SHORTEST_STREAM_S), LONGEST_STREAM_S)
         least = HEAD_NBYTES + self.headers_nbytes
         frame = min(max(int(wanted / FEWEST_PACKETS), least), self.largest_frame_nbytes)
@@ -135,12 +135,12 @@ class Streams:
         return Shape(packets, frame, frame / bytes_s * 1e9)
 
     def cost_nbytes(self, shape: Shape, fill: int) -> int:
-        """All bytes that ``send`` sends, if no request has to be repeated."""
+        """Return all bytes that ``send`` sends, if no request has to be repeated."""
         pages = -(-shape.packets // PAGE_PACKETS)
         return shape.nbytes + (fill + pages) * self.largest_frame_nbytes
 
     def send(self, shape: Shape, fill: int = 0) -> Flight:
-        """One stream, after ``fill`` large packets as fast as possible."""
+        """Send one stream, after ``fill`` large packets as fast as possible."""
         self._stream += 1
         payload = shape.frame_nbytes - self.headers_nbytes
         packets = [
@@ -180,7 +180,7 @@ class Streams:
             self._transmit(packet)
 
     def _pace(self, packets: Sequence[bytes], gap_ns: float) -> list[float]:
-        """Send by a schedule, and catch up after a delay; returns seconds since its beginning."""
+        """Send by a schedule, and catch up after a delay; return seconds since its start."""
         sent_s = []
         self._socket.setblocking(False)
         begun_ns = time.monotonic_ns()
@@ -191,7 +191,7 @@ class Streams:
         return sent_s
 
     def _transmit(self, packet: bytes) -> None:
-        """A packet that the kernel does not take is lost, as on a full path."""
+        """Send a packet; one that the kernel does not take is lost, as on a full path."""
         try:
             self._socket.send(packet)
         except OSError:
@@ -199,7 +199,7 @@ class Streams:
         self.sent_nbytes += len(packet) + self.headers_nbytes
 
     def _collect(self, count: int) -> list[int]:
-        """Arrival times, by packet; 0 for a packet that did not arrive."""
+        """Return arrival times by packet; 0 for a packet that did not arrive."""
         pages: dict[int, tuple[int, ...]] = {}
         wanted = range(-(-count // PAGE_PACKETS))
 
@@ -224,7 +224,7 @@ class Streams:
         return [at for page in wanted for at in pages[page]][:count]
 
     def _answers(self, ask: Callable[[], list[bytes]], what: str) -> Iterator[bytes]:
-        """All answers; repeats the request until a limit."""
+        """Yield all answers; repeat the request until a limit."""
         until_s = time.monotonic() + self._limit_s
         while (now_s := time.monotonic()) < until_s:
             self._socket.setblocking(False)
@@ -243,7 +243,7 @@ class Streams:
 
 
 def _wait_until(due_ns: int) -> int:
-    """Sleep if a gap is long enough for that; returns the time at its end."""
+    """Sleep if a gap is long enough for that; return the time at its end."""
     ahead_ns = due_ns - time.monotonic_ns()
     if ahead_ns > 2 * _OVERSLEEP_NS:
         time.sleep((ahead_ns - _OVERSLEEP_NS) / 1e9)

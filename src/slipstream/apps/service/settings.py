@@ -72,7 +72,7 @@ class JobSetting(msgspec.Struct, frozen=True):
     """``job.json``: what the operator may change. Without a batch, the rows decide."""
 
     epochs: int = 200  # at most
-    patience_epochs: int = 30  # without a better held-out accuracy, after which it stops early
+    patience_epochs: int = 60  # without a better held-out accuracy, after which it stops early
     # A small set takes seconds for them, and its few held-out rows say little.
     least_updates_to_stop: int = 20_000
     batch: int | None = None

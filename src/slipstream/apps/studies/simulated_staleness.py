@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 def simulated_staleness(
     optimizer: torch.optim.Optimizer, *, steps: int, ramp_up: int = 0
 ) -> SimulatedStaleness:
-    """From now on ``optimizer.step()`` applies the gradients of ``steps`` steps ago.
+    """Let ``optimizer.step()`` apply the gradients of ``steps`` steps ago from now on.
 
     The loop does not change::
 
@@ -31,8 +31,8 @@ def simulated_staleness(
     Every gradient is applied once, in order, with the optimizer's settings and state at that time
     (its learning rate, its momentum); the last ``steps`` never are. Until there is one old enough,
     ``step()`` applies nothing: weights and optimizer state do not change. With ``ramp_up`` (in
-    steps) staleness grows linearly from 0 to ``steps`` instead, and ``step()`` applies
-    nothing whenever it grows by one. With ``steps=0`` training is unchanged, bit for bit.
+    steps) staleness grows linearly from 0 to ``steps`` instead, and ``step()`` applies nothing
+    whenever it grows by one. With ``steps=0`` training is unchanged, bit for bit.
 
     ``.grad`` is the fresh gradient again after ``step()``. Changes of ``.grad`` before it
     (clipping, for example) apply to the gradient that is used later. The waiting copies need
@@ -42,12 +42,12 @@ def simulated_staleness(
 
 
 class SimulatedStaleness:
-    """Delays a loop's gradients before its optimizer uses them, until it is closed."""
+    """A delay of a loop's gradients before its optimizer uses them, until it is closed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, ramp_up: int) -> None:
         ramped_staleness(0, staleness=steps, ramp_up=ramp_up)  # refuses invalid values
         self._steps, self._ramp_up = steps, ramp_up
-        self._taken = 0
+        self._num_steps = 0
         self._queue: deque[dict[Tensor, Tensor]] = deque()
         self._fresh: dict[Tensor, Tensor | None] = {}
         self._handles = [
@@ -61,7 +61,7 @@ class SimulatedStaleness:
         return len(self._queue)
 
     def close(self) -> None:
-        """Steps apply fresh gradients again; pending ones are never applied."""
+        """Let steps apply fresh gradients again; pending ones are never applied."""
         for handle in self._handles:
             handle.remove()
 
@@ -79,8 +79,8 @@ class SimulatedStaleness:
                 f"{type(optimizer).__name__}.step(closure) computes gradients while it steps, so "
                 "old ones cannot be put in their place; call backward() first, then step()"
             )
-        allowed = ramped_staleness(self._taken, staleness=self._steps, ramp_up=self._ramp_up)
-        self._taken += 1
+        allowed = ramped_staleness(self._num_steps, staleness=self._steps, ramp_up=self._ramp_up)
+        self._num_steps += 1
         if not allowed:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

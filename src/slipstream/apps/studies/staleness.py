@@ -6,13 +6,13 @@ from slipstream.errors import ConfigError
 
 
 def ramped_staleness(step: int, *, staleness: int, ramp_up: int) -> int:
-    """0 at step 0, ``staleness`` from step ``ramp_up`` on; linear between them, rounded down.
+    """Return the staleness: 0 at step 0, linear to ``staleness`` at step ``ramp_up``, rounded down.
 
     The paper on synchronous SGD raises staleness over the first three epochs (section 2.1), as if
     workers joined one by one; beyond about 15 steps, training that starts stale tends to diverge.
 
     Args:
-        step: Counted from 0.
+        step: The step, counted from 0.
         staleness: The final age of gradients, in steps.
         ramp_up: The number of steps until then; 0: from the start.
 

@@ -24,7 +24,7 @@ PARENT = "SLIPSTREAM_LIGHTNING_PARENT"  # see ``Children.follow``
 
 
 def framework() -> str:
-    """The name under which the script has imported Lightning: its classes exist twice."""
+    """Return the name under which the script has imported Lightning: its classes exist twice."""
     other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     return "pytorch_lightning" if other else "lightning.pytorch"
 
@@ -51,7 +51,7 @@ launchers: Any = import_module(f"{pl.__name__}.strategies.launchers")
 
 @contextmanager
 def reported_once() -> Iterator[None]:
-    """An error within is printed by rank 0 only, in one line."""
+    """Let rank 0 alone print an error raised in the block, in one line."""
     try:
         yield
     except SlipstreamError:
@@ -60,7 +60,7 @@ def reported_once() -> Iterator[None]:
 
 
 class SlipstreamEnvironment(environments.LightningEnvironment):
-    """Ranks as slipstream reads them: from a launcher or a scheduler (RANK and so on, SLURM_*).
+    """The ranks as slipstream reads them: from a launcher or a scheduler (RANK, SLURM_* and so on).
 
     Without one, Lightning's own launcher starts the workers of this node.
     """
@@ -104,35 +104,35 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
         return int(super().local_rank()) if self._env is None else self._env.local_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Refuse numbers of the Trainer that do not fit the processes that were started.
+        """Check that numbers of the Trainer fit the processes that were started.
 
         Raises:
-            LaunchError: they do not fit, or an address is missing.
-            SecretError: the job needs a secret.
+            LaunchError: They do not fit, or an address is missing.
+            SecretError: The job needs a secret.
         """
-        asked = f"Trainer(devices={num_devices}, num_nodes={num_nodes})"
+        trainer = f"Trainer(devices={num_devices}, num_nodes={num_nodes})"
         if self._env is None:
             if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"} <= {*os.environ}:
                 raise LaunchError(
-                    f"{asked}: set MASTER_ADDR and MASTER_PORT to node 0's address and a free "
+                    f"{trainer}: set MASTER_ADDR and MASTER_PORT to node 0's address and a free "
                     "port, and NODE_RANK, on every node; or start with torchrun or srun"
                 )
             return
         started, here = self._env.world_size, self._env.local_world_size
         if num_devices * num_nodes != started:
             raise LaunchError(
-                f"{asked} is for {num_devices * num_nodes} workers, but {started} were started: "
+                f"{trainer} is for {num_devices * num_nodes} workers, but {started} were started: "
                 f"set devices and num_nodes so that their product is {started}, or start "
                 f"{num_devices * num_nodes}"
             )
         if here not in (None, num_devices):
             raise LaunchError(
-                f"{asked}, but {here} of the {started} workers were started on this host: set "
+                f"{trainer}, but {here} of the {started} workers were started on this host: set "
                 f"devices={here} and num_nodes={started // (here or 1)}"
             )
 
     def require_secret(self, local_size: int, num_nodes: int) -> None:
-        """Raise SecretError if the job needs a secret, and has none."""
+        """Check that the job has a secret if it needs one; raise SecretError otherwise."""
         if self._env is not None:
             self._env.with_secret()
         elif num_nodes > 1:
@@ -140,7 +140,7 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
 
     @contextmanager
     def for_init(self, local_size: int) -> Iterator[None]:
-        """Within, this process has the variables that ``slipstream.init`` reads."""
+        """Set the variables that ``slipstream.init`` reads, within the block."""
         own = {} if self._env is not None else self.numbers(local_size) | self._held_port()
         before = {name: os.environ.get(name) for name in own}
         os.environ.update(own)
@@ -151,7 +151,7 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
     def numbers(self, local_size: int) -> dict[str, str]:
-        """What a launcher would set for this process."""
+        """Return the variables that a launcher would set for this process."""
         numbers = {
             "RANK": self.global_rank(),
             "WORLD_SIZE": self.world_size(),
@@ -163,14 +163,14 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
         return {name: str(value) for name, value in numbers.items()}
 
     def _held_port(self) -> dict[str, str]:
-        """The port that was held for slipstream, handed over."""
-        held, self._port = self._port, None
-        if held is None:
+        """Release the port that was held for slipstream; return the variables that pass it on."""
+        port, self._port = self._port, None
+        if port is None:
             return {}
         if self.world_size() == 1:
-            held.close()
+            port.close()
             return {}
-        return {"SLIPSTREAM_STORE_FD": str(held.detach())}
+        return {"SLIPSTREAM_STORE_FD": str(port.detach())}
 
     def teardown(self) -> None:
         if self._env is None:
@@ -178,10 +178,10 @@ class SlipstreamEnvironment(environments.LightningEnvironment):
 
 
 class SlipstreamLauncher(launchers._SubprocessScriptLauncher):
-    """Lightning's launcher of the other workers of this node, none of which is ever left over.
+    """Lightning's launcher of the other workers of this node, which all end with this process.
 
     Args:
-        fault_behind: the fault of the job that explains an error, if there is one.
+        fault_behind: Returns the fault of the job that explains an error, if there is one.
     """
 
     def __init__(
@@ -210,10 +210,10 @@ class SlipstreamLauncher(launchers._SubprocessScriptLauncher):
         os.environ[PARENT] = CHILDREN.parent()
         try:
             super()._call_children_scripts()
-        finally:  # also those that were started before one could not be
+        finally:  # also for those started before a failure
             os.environ.pop(PARENT, None)
             CHILDREN.watch(self.procs, self.cluster_environment.global_rank() + 1)
-            # Lightning's own observer would kill all, before they have printed why they end.
+            # Lightning's own observer would kill all, before they have printed their errors.
             self.procs: list[Any] = []
 
     def kill(self, signum: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's strategy that trains by a job, and the names under which Lightning has it.
+"""Lightning's strategy that trains by a job, and its names in Lightning.
 
 The loop is Lightning's: slipstream joins the workers when ``fit`` begins, distributes the module
 and its optimizers, and leaves when ``fit`` ends.
@@ -33,21 +33,21 @@ DEVICES = ("cpu", "cuda")
 
 
 class SlipstreamStrategy(pl.strategies.DDPStrategy):
-    """Lightning's strategy that trains with one of slipstream.
+    """A strategy of Lightning that trains with one of slipstream.
 
     Args:
-        strategy: a strategy of slipstream, its text, or None for that of the command line
+        strategy: A strategy of slipstream, its text, or None for that of the command line
             (``SLIPSTREAM_STRATEGY``), else ``push_pull``.
-        checkpoint_io: as for Lightning's ``DDPStrategy``.
-        precision_plugin: as for Lightning's ``DDPStrategy``.
-        process_group_backend: as for Lightning's ``DDPStrategy``.
-        options: of ``slipstream.init``, such as ``servers=2``.
+        checkpoint_io: The same as for Lightning's ``DDPStrategy``.
+        precision_plugin: The same as for Lightning's ``DDPStrategy``.
+        process_group_backend: The same as for Lightning's ``DDPStrategy``.
+        options: Arguments of ``slipstream.init``, such as ``servers=2``.
 
     Attributes:
-        summary: the metrics of the last job, on rank 0.
+        summary: The metrics of the last job, on rank 0.
 
     Raises:
-        ConfigError: a Lightning loop cannot train with the strategy; the message gives the reason
+        ConfigError: A Lightning loop cannot train with the strategy; the message gives the reason
             and an alternative.
     """
 
@@ -64,9 +64,9 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         **options: Any,
     ) -> None:
         with reported_once():
-            given = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or "push_pull"
-            self._strategy = given
-            self._chosen = chosen(given)
+            requested = strategy or os.environ.get("SLIPSTREAM_STRATEGY") or "push_pull"
+            self._strategy = requested
+            self._chosen = chosen(requested)
             self._options = known_options(options)
             environment = SlipstreamEnvironment()
         super().__init__(
@@ -84,7 +84,7 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         """The job, from the start of ``fit`` (before ``setup``) to its end.
 
         Raises:
-            ConfigError: there is none now.
+            ConfigError: There is no job now.
         """
         if self._job is None:
             raise ConfigError(
@@ -123,7 +123,7 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
     # ---- the module and its optimizers
 
     def configure_ddp(self) -> None:
-        """Nothing to wrap: the module stays plain."""
+        """Do nothing: the module stays as it is."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -156,7 +156,7 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
         error, self._error = self._error, None
         try:
             self._leave(error)
-        except BaseException as late:  # of another worker, after this one's loop had ended
+        except BaseException as late:  # an error of another worker, after this loop's end
             error = late
             raise
         finally:
@@ -184,10 +184,10 @@ class SlipstreamStrategy(pl.strategies.DDPStrategy):
 
 
 def chosen(given: Strategy | str) -> Strategy:
-    """The strategy, checked as far as it can be without a model.
+    """Return the strategy, checked as far as possible without a model.
 
     Raises:
-        ConfigError: it is none, its parts are incompatible, or no Lightning loop can carry it.
+        ConfigError: It is no strategy, its parts are incompatible, or no Lightning loop can use it.
     """
     strategy = parse(given) if isinstance(given, str) else given
     if not isinstance(strategy, Strategy):
@@ -206,10 +206,10 @@ def chosen(given: Strategy | str) -> Strategy:
 
 
 def known_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with the defaults of ``slipstream.init``.
+    """Return the options, with the defaults of ``slipstream.init``.
 
     Raises:
-        ConfigError: it does not take them.
+        ConfigError: ``slipstream.init`` does not take one of them.
     """
     known = {name: each.default for name, each in signature(slipstream.init).parameters.items()}
     if unknown := sorted({*options} - {*known}):
@@ -221,10 +221,10 @@ def known_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_devices(devices: Any) -> None:
-    """Refuse accelerators that slipstream does not know.
+    """Check that slipstream supports the accelerator's devices.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: It does not support one.
     """
     if unknown := {device.type for device in devices} - {*DEVICES}:
         raise ConfigError(
@@ -234,10 +234,10 @@ def check_devices(devices: Any) -> None:
 
 
 def check_loop(strategy: Strategy, workers: int) -> None:
-    """Refuse rounds that some workers miss, where all workers make the same number of steps.
+    """Check that all workers make the same number of rounds, as all make the same number of steps.
 
     Raises:
-        ConfigError: the last rounds would wait for workers that have finished.
+        ConfigError: The last rounds would wait for workers that have finished.
     """
     if instead := strategy.instead_if_absent(workers):
         raise ConfigError(
@@ -249,7 +249,7 @@ def check_loop(strategy: Strategy, workers: int) -> None:
 
 
 def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
-    """Refuse Lightning's stand-in for an optimizer, which has no parameters.
+    """Check that no optimizer is Lightning's stand-in for one, which has no parameters.
 
     Raises:
         ConfigError: ``configure_optimizers`` has returned None.
@@ -262,7 +262,7 @@ def check_optimizers(module: Any, optimizers: Sequence[Any]) -> None:
 
 
 def own_with_state(optimizer: Any) -> Any:
-    """The module's own optimizer, with the state that servers may have of it."""
+    """Return the module's own optimizer, with the state that servers may have of it."""
     own = getattr(optimizer, "local", None)
     if own is None:
         return optimizer
@@ -271,7 +271,7 @@ def own_with_state(optimizer: Any) -> Any:
 
 
 def register() -> None:
-    """Give Lightning the names ``slipstream`` and ``slipstream_<system>``."""
+    """Register the names ``slipstream`` and ``slipstream_<system>`` with Lightning."""
     about = {system: f"slipstream's {system}" for system in SYSTEMS}
     for system, description in {"": "slipstream, as its command line says", **about}.items():
         pl.strategies.StrategyRegistry.register(

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 try:
-    import ray.exceptions  # which a folder that is called ray, as Ray makes in /tmp, has not
+    import ray.exceptions  # a folder called ray, as Ray makes in /tmp, has none
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         f"slipstream.integrations.ray needs Ray ({missing}): pip install 'slipstream[ray]'"
@@ -26,7 +26,7 @@ __all__ = ["SlipstreamConfig", "run"]
 OLDEST = (2, 51)
 HOMES = {"run": "launch", "SlipstreamConfig": "train"}
 
-# Before the modules below are imported, since an older Ray may not have what they use.
+# Before the modules below are imported, since an older Ray may lack what they use.
 require_version("Ray", ray.__version__, OLDEST, user=__name__, extra="ray")
 
 

@@ -1,4 +1,4 @@
-"""The actors of a job on Ray: where they are placed, how they are started and how they end."""
+"""The actors of a job on Ray: their placement, their start and their end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # of an ac
 def placed(
     workers: int, bundle: Mapping[str, float], placement: str, limit_s: float
 ) -> Iterator[Any]:
-    """A placement group with a bundle for each worker; raises LaunchError."""
+    """Create a placement group with a bundle for each worker; raise LaunchError if it fails."""
     group = placement_group([dict(bundle)] * workers, strategy=placement)
     try:
         if not group.wait(limit_s):
@@ -79,7 +79,7 @@ def no_place(workers: int, bundle: Mapping[str, float], placement: str, limit_s:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error that ended a worker; ``code`` is as of a process that ``slipstream run`` started."""
+    """An error that ended a worker; ``code`` is that of a process of ``slipstream run``."""
 
     rank: int
     error: Exception
@@ -89,11 +89,11 @@ class Failure:
 
 @dataclass(slots=True, repr=False)  # it has the secret
 class ActorJob:
-    """The actors of a job and how they end.
+    """The actors of a job, from their start to their end.
 
     Args:
-        settings: variables that are the same on all workers.
-        restarts: how many workers may be started again.
+        settings: Variables that are the same on all workers.
+        restarts: The number of workers that may be started again.
     """
 
     group: Any
@@ -103,7 +103,7 @@ class ActorJob:
     restarts: int
     actors: list[Any] = field(default_factory=list)  # by rank
     bundles: list[int] = field(default_factory=list)  # by rank
-    told: list[dict[str, str]] = field(default_factory=list)  # by rank
+    variables: list[dict[str, str]] = field(default_factory=list)  # by rank
     ranks: dict[Any, int] = field(default_factory=dict)  # by the reference of a call
     failures: list[Failure] = field(default_factory=list)
     tolerated: list[Failure] = field(default_factory=list)  # of workers that were started again
@@ -119,7 +119,7 @@ class ActorJob:
         order = sorted(range(workers), key=lambda index: nodes.index(nodes[index]))
         self.actors, self.bundles = [self.actors[index] for index in order], order
         address = self._ask([self.actors[0].call.remote(listen, len(set(nodes)) == 1)])[0]
-        self.told = environments([nodes[index] for index in order], address, self.settings)
+        self.variables = environments([nodes[index] for index in order], address, self.settings)
         for rank in range(workers):
             self._call(rank)
 
@@ -147,26 +147,26 @@ class ActorJob:
             ) from error
 
     def _call(self, rank: int) -> None:
-        call = self.actors[rank].call.remote(train, self.fn, self.told[rank], self.returns)
+        call = self.actors[rank].call.remote(train, self.fn, self.variables[rank], self.returns)
         self.ranks[call] = rank
 
     # ---- until all have ended
 
     def results(self) -> list[Any]:
-        """Wait for all workers; raises the error that ended the job."""
-        found: dict[int, Any] = {}
+        """Wait for all workers and return their results; raise the error that ended the job."""
+        results: dict[int, Any] = {}
         watch = Supervision(Limits(), time.monotonic, restarts=self.restarts)
         for rank in self.ranks.values():
             watch.started(f"rank {rank}")
         while watch.running:
             left_s = min(1.0, max(0.0, watch.deadline - time.monotonic()))
             for call in ray.wait(list(self.ranks), timeout=left_s)[0]:
-                self._take(watch, self._ended(call, found))
+                self._take(watch, self._ended(call, results))
             if time.monotonic() >= watch.deadline and watch.escalate() is not None:
                 self._kill(rank_of(name) for name in watch.to_signal)
         if watch.verdict().code:
             raise self._cause()
-        return [found.get(rank) for rank in range(len(self.actors))]
+        return [results.get(rank) for rank in range(len(self.actors))]
 
     def _kill(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -174,7 +174,7 @@ class ActorJob:
             self.killed.add(rank)
             ray.kill(self.actors[rank])
 
-    def _ended(self, call: Any, found: dict[int, Any]) -> Ended:
+    def _ended(self, call: Any, results: dict[int, Any]) -> Ended:
         rank = self.ranks.pop(call)
         try:
             outcome: Outcome = ray.get(call)
@@ -186,7 +186,7 @@ class ActorJob:
         else:
             self.over.append(self.actors[rank])
             if outcome.error is None:
-                found[rank] = outcome.result
+                results[rank] = outcome.result
                 return Ended(f"rank {rank}", 0)
             secondary = isinstance(outcome.error, CAUSED)
             code = EXIT_PEER_FAILED if secondary else 1
@@ -198,7 +198,7 @@ class ActorJob:
 
     def _take(self, watch: Supervision, ended: Ended) -> None:
         if self.returns is not None and ended.member == watch.leader:
-            for rank in self._back():
+            for rank in self._rejoined_ranks():
                 watch.take(CameBack(f"rank {rank}"))
         before = len(watch.replaced)
         watch.take(ended)
@@ -208,8 +208,8 @@ class ActorJob:
             watch.started(lost.member)
             self._start_again(rank_of(lost.member), incarnation)
 
-    def _back(self) -> list[int]:
-        """Ranks that have rejoined; without an answer, all that were started again get a grace."""
+    def _rejoined_ranks(self) -> list[int]:
+        """Return the ranks that have rejoined; if this is unknown, all that were started again."""
         try:
             return list(ray.get(self.returns.back.remote(), timeout=KILL_S))
         except RayError:
@@ -220,19 +220,19 @@ class ActorJob:
         level = logging.WARNING
         log_event(logger, "started_again", level=level, rank=rank, incarnation=incarnation)
         if self.returns is None:
-            # If this node dies, the driver does, too.
-            here = NodeAffinitySchedulingStrategy(
+            # This node, since the driver dies with it.
+            this_node = NodeAffinitySchedulingStrategy(
                 ray.get_runtime_context().get_node_id(), soft=False
             )
-            options = {"num_cpus": 0, "scheduling_strategy": here}
+            options = {"num_cpus": 0, "scheduling_strategy": this_node}
             self.returns = ray.remote(Returns).options(**options).remote()
-        ray.kill(self.actors[rank])  # it may live, and only be out of reach
+        ray.kill(self.actors[rank])  # it may be alive, but unreachable
         self.actors[rank] = self._actor(self.bundles[rank])
-        self.told[rank]["SLIPSTREAM_INCARNATION"] = str(incarnation)
+        self.variables[rank]["SLIPSTREAM_INCARNATION"] = str(incarnation)
         self._call(rank)
 
     def _cause(self) -> Exception:
-        """The first error that no other worker caused, with the place where it was raised."""
+        """Return the first error that no other worker caused, with the line that raised it."""
         causes = [failure for failure in self.failures if failure.code != EXIT_PEER_FAILED]
         first = (causes or self.tolerated[-1:] or self.failures)[0]
         if first.where:
@@ -257,7 +257,7 @@ def rank_of(member: str) -> int:
 
 
 def reason_of_death(error: RayActorError) -> str:
-    """Ray's last line about an actor that died."""
+    """Return Ray's last line about an actor that died."""
     reason = str(error).strip().splitlines()[-1].split(" Some common causes")[0]
     if isinstance(error, ActorUnavailableError):
         return f"its process or its node cannot be reached ({reason})"

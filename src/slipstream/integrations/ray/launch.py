@@ -1,4 +1,4 @@
-"""``run``: calls a function on actors of Ray, once its arguments are checked."""
+"""``run``: checks its arguments, then calls a function on actors of Ray."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ def run(
     or raises, also after Ctrl-C.
 
     Args:
-        workers: how many.
-        strategy: by default the one that ``fn`` names, else ``push_pull``.
-        resources: of each worker, by default ``{"CPU": 1}``.
+        workers: The number of workers.
+        strategy: The strategy; by default the one that ``fn`` names, else ``push_pull``.
+        resources: The resources of each worker; by default ``{"CPU": 1}``.
         placement: Ray's strategy for the placement group: PACK, SPREAD, STRICT_PACK or
             STRICT_SPREAD.
-        restarts: how many workers that died are started again in all. Only with ``ako``, where
-            they rejoin the training; if ``strategy`` is ``ako``, ``workers`` by default, else 0.
-        place_limit_s: how long to wait until the cluster has the resources.
+        restarts: The number of restarts of workers that died, in all. Only with ``ako``, where
+            workers rejoin the training; if ``strategy`` is ``ako``, ``workers`` by default, else 0.
+        place_limit_s: The longest wait until the cluster has the resources.
 
     Returns:
         The results of ``fn``, by rank; None of a worker that was started again too late to rejoin.
 
     Raises:
-        ConfigError: an argument is invalid, and nothing was started.
-        LaunchError: the cluster has no place for the workers, or cannot start them.
-        PeerFailed: a worker's process or node died.
-        Exception: the first error that a worker raised.
+        ConfigError: An argument is invalid, and nothing was started.
+        LaunchError: The cluster has no place for the workers, or cannot start them.
+        PeerFailed: A worker's process or node died.
+        Exception: The first error that a worker raised.
     """
     bundle = _checked_arguments(fn, workers, resources, placement, place_limit_s)
     chosen = checked(strategy, several=workers > 1)
-    again = _checked_restarts(restarts, workers, chosen)
+    num_restarts = _checked_restarts(restarts, workers, chosen)
     if not ray.is_initialized():
         ray.init()
     sent = _sent(fn)
     with placed(workers, bundle, placement, place_limit_s) as group:
-        job = ActorJob(group, bundle, sent, settings_of(chosen), again)
+        job = ActorJob(group, bundle, sent, settings_of(chosen), num_restarts)
         try:
             job.start(workers)
             return job.results()
@@ -75,7 +75,7 @@ def _checked_arguments(
     placement: str,
     place_limit_s: object,
 ) -> dict[str, float]:
-    """The bundle of one worker; raises ConfigError."""
+    """Check the arguments and return the bundle of one worker; raise ConfigError."""
     if not callable(fn) or not takes_no_argument(fn):
         raise ConfigError(
             f"run takes a function without arguments; it was given {fn!r}: give it those with "
@@ -99,7 +99,7 @@ def _checked_arguments(
 
 
 def takes_no_argument(fn: Callable[..., Any]) -> bool:
-    """Whether a call needs none."""
+    """Return whether a call needs no argument."""
     try:
         signature(fn, follow_wrapped=False).bind()
     except TypeError:
@@ -110,7 +110,7 @@ def takes_no_argument(fn: Callable[..., Any]) -> bool:
 
 
 def _checked_restarts(restarts: int | None, workers: int, strategy: Strategy | None) -> int:
-    """How many restarts there may be; raises ConfigError."""
+    """Return the number of restarts; raise ConfigError for an invalid one."""
     rejoins = strategy is not None and isinstance(strategy.method, PartialExchange)
     if restarts is None:
         return workers if rejoins else 0
@@ -118,14 +118,14 @@ def _checked_restarts(restarts: int | None, workers: int, strategy: Strategy | N
         raise ConfigError(f"restarts={restarts!r}: give a whole number, 0 or more")
     if restarts and strategy is not None and not rejoins:
         raise ConfigError(
-            f"restarts={restarts}: a worker of {strategy.name} cannot rejoin a job that goes on; "
+            f"restarts={restarts}: a worker of {strategy.name} cannot rejoin a job that continues; "
             "use ako, or resume from job.save with Ray Train's FailureConfig"
         )
     return restarts
 
 
 def _sent(fn: Callable[[], Any]) -> Any:
-    """The function in Ray's object store; raises ConfigError."""
+    """Put the function into Ray's object store; raise ConfigError if it cannot be sent."""
     try:
         return ray.put(fn)
     except TypeError as error:

@@ -28,29 +28,29 @@ CAUSE_FIRST_S = 10.0  # for Ray Train to look at all workers, which it does ever
 
 
 class SlipstreamBackend(Backend):
-    """Gives Ray Train's workers a job of slipstream; another one whenever Ray starts them again."""
+    """A backend that gives Ray Train's workers a job; a new one whenever Ray restarts them."""
 
     share_cuda_visible_devices = True  # as with TorchTrainer: ``job.local_rank`` is the GPU
 
     def on_start(self, worker_group: Any, backend_config: SlipstreamConfig) -> None:
-        """Rank 0 opens the socket; then all workers are told their place."""
+        """Open the socket on rank 0, then set the variables of all workers."""
         nodes = worker_group.execute(node_id)
         address = worker_group.execute_single(0, listen, len(set(nodes)) == 1)
         settings = settings_of(checked(backend_config.strategy))
-        told = environments(nodes, address, settings)
+        by_rank = environments(nodes, address, settings)
         ray.get(
             [
                 worker_group.execute_single_async(rank, set_environment, variables)
-                for rank, variables in enumerate(told)
+                for rank, variables in enumerate(by_rank)
             ]
         )
 
 
 @contextmanager
 def cause_first() -> Iterator[None]:
-    """Of errors within, on several workers, Ray Train sees first the one that caused the others.
+    """Delay errors that another worker caused, so that Ray Train sees the cause first.
 
-    It then ends the training, and lists the errors of all workers that have ended: only that one.
+    It then ends the training, and lists the errors of all workers that have ended: only the cause.
     """
     try:
         with AsScript():
@@ -58,8 +58,8 @@ def cause_first() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, CAUSED):
             time.sleep(CAUSE_FIRST_S)
-        if (told := portable(error)) is not error:
-            raise told.with_traceback(error.__traceback__) from None
+        if (sendable := portable(error)) is not error:
+            raise sendable.with_traceback(error.__traceback__) from None
         raise
 
 
@@ -72,7 +72,7 @@ class SlipstreamConfig(BackendConfig):
     (``job.init_process_group`` makes one).
 
     Args:
-        strategy: by default the one that the loop names, else ``push_pull``.
+        strategy: The strategy; by default the one that the loop names, else ``push_pull``.
 
     Raises:
         ConfigError: Ray's workers cannot train with this strategy.
@@ -86,15 +86,15 @@ class SlipstreamConfig(BackendConfig):
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """What Ray Train runs the loop in."""
+        """The context in which Ray Train runs the loop."""
         return cause_first
 
     @property
     def backend_cls(self) -> type[SlipstreamBackend]:
-        """What Ray Train calls when it starts workers."""
+        """The class that Ray Train calls when it starts workers."""
         return SlipstreamBackend
 
     def to_dict(self) -> dict[str, Any]:
-        """For Ray's record of the run."""
+        """Return the configuration for Ray's record of the run."""
         strategy = checked(self.strategy)
         return {"strategy": None if strategy is None else strategy.name}

@@ -1,4 +1,4 @@
-"""What a worker on Ray is told and does; for ``run`` and for Ray Train."""
+"""A worker on Ray: its variables and its actor; for ``run`` and for Ray Train."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _listeners: list[socket.socket] = []  # of rank 0, open until the store uses it
 
 
 def checked(strategy: Strategy | str | None, *, several: bool = True) -> Strategy | None:
-    """A strategy that workers on Ray can have; None: the training function names it.
+    """Return a strategy that workers on Ray can have; None: the training function names it.
 
     Args:
-        several: whether there may be more than one worker.
+        several: True if there may be more than one worker.
 
     Raises:
-        ConfigError: it is no strategy, or one of several learners that share memory.
+        ConfigError: It is no strategy, or one of several learners that share memory.
     """
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
     if not isinstance(chosen, Strategy | None):
@@ -61,22 +61,23 @@ def checked(strategy: Strategy | str | None, *, several: bool = True) -> Strateg
 
 
 def settings_of(strategy: Strategy | None) -> dict[str, str]:
-    """The variables that are the same on all workers of a new job, with a secret for it."""
-    named = {} if strategy is None else {"SLIPSTREAM_STRATEGY": strategy.to_json()}
-    return {"SLIPSTREAM_SECRET": secrets.token_hex(32), **named}
+    """Return the variables that are the same on all workers of a new job, with a new secret."""
+    variables = {} if strategy is None else {"SLIPSTREAM_STRATEGY": strategy.to_json()}
+    return {"SLIPSTREAM_SECRET": secrets.token_hex(32), **variables}
 
 
 def environments(
     nodes: Sequence[str], address: tuple[str, int], settings: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The variables of every worker, by rank.
+    """Return the variables of every worker, by rank.
 
     Args:
-        nodes: the id of every rank's node. Several nodes may have one address.
-        address: where rank 0 listens.
+        nodes: The id of every rank's node. Several nodes may have one address.
+        address: The address at which rank 0 listens.
+        settings: The variables that are the same on all workers.
     """
     shared_by, before = Counter(nodes), Counter[str]()
-    found = []
+    by_rank = []
     for rank, node in enumerate(nodes):
         own = {
             "RANK": rank,
@@ -86,16 +87,16 @@ def environments(
             "MASTER_ADDR": address[0],
             "MASTER_PORT": address[1],
         }
-        found.append({name: str(value) for name, value in own.items()} | dict(settings))
+        by_rank.append({name: str(value) for name, value in own.items()} | dict(settings))
         before[node] += 1
-    return found
+    return by_rank
 
 
 # ---- in the worker's process
 
 
 def node_id() -> str:
-    """The id of this process's node."""
+    """Return the id of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
 
 
@@ -105,7 +106,7 @@ def listen(one_node: bool) -> tuple[str, int]:
     Like that of ``slipstream run`` it does not listen yet: torch may open the store first.
 
     Args:
-        one_node: whether all workers are on this node; other hosts cannot reach it then.
+        one_node: True if all workers are on this node; other hosts cannot reach the socket then.
     """
     host = str(ray.util.get_node_ip_address())
     if one_node or is_loopback(host):
@@ -135,7 +136,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a worker's function ended: with a result, or with an error and where it was raised."""
+    """The end of a worker's function: its result, or its error and the line that raised it."""
 
     result: Any = None
     error: Exception | None = None
@@ -143,9 +144,9 @@ class Outcome:
 
 
 class AsScript:
-    """Code within ends as a script does: with ``sys.exit()``, and with jobs that it left open.
+    """A block that ends as a script does: with ``sys.exit()``, and with jobs that it left open.
 
-    No generator: the place of an error would be a line of contextlib.
+    It is no generator, since the line of an error would then be one of contextlib.
     """
 
     def __enter__(self) -> None:
@@ -161,17 +162,17 @@ class AsScript:
         return exited
 
 
-def failed(raised: BaseException, told: Exception) -> Outcome:
-    """How a function ended that has raised an error; ``told``: what the driver raises."""
-    sys.last_value = raised  # so that exit handlers know it, as after a script's error
-    return Outcome(error=told, where=where_of(raised))
+def failed(raised: BaseException, reported: Exception) -> Outcome:
+    """Return the outcome of a function that raised; the driver raises ``reported``."""
+    sys.last_value = raised  # for exit handlers, as after a script's error
+    return Outcome(error=reported, where=where_of(raised))
 
 
 def train(fn: Callable[[], Any], variables: Mapping[str, str], returns: Any = None) -> Outcome:
     """Call the function as the worker that the variables describe.
 
     Args:
-        returns: the actor that notes workers which were started again and have rejoined.
+        returns: The actor that records restarted workers which have rejoined.
     """
     set_environment(variables)
     if returns is not None:
@@ -188,10 +189,10 @@ def train(fn: Callable[[], Any], variables: Mapping[str, str], returns: Any = No
 
 
 def run_exit_handlers() -> None:
-    """Run the exit handlers of this process; Ray kills actors without that.
+    """Run the exit handlers of this process; Ray kills actors without doing so.
 
-    Not by an exit of the actor: Ray counts it as ended before the handlers have run, and nobody
-    could wait for them.
+    The actor does not exit for that: Ray counts it as ended before the handlers have run, and
+    nobody could wait for them.
     """
     atexit._run_exitfuncs()
 
@@ -205,22 +206,22 @@ class Worker:
 
 
 class Returns:
-    """An actor: which ranks were started again and have rejoined the job."""
+    """An actor with the ranks that were started again and have rejoined the job."""
 
     def __init__(self) -> None:
-        self._back: list[int] = []
+        self._rejoined: list[int] = []
 
     def note(self, rank: int) -> None:
-        """A worker has rejoined."""
-        self._back.append(rank)
+        """Record that a worker has rejoined."""
+        self._rejoined.append(rank)
 
     def back(self) -> list[int]:
-        """All that have."""
-        return self._back
+        """Return the ranks of all workers that have rejoined."""
+        return self._rejoined
 
 
 def notify_return(rank: int, returns: Any) -> None:
-    """Note it when this worker, which was started again, has rejoined the job."""
+    """Report to ``returns`` when this worker, which was started again, has rejoined the job."""
     reader, writer = os.pipe()
     os.environ["SLIPSTREAM_BACK_FD"] = str(writer)
 
@@ -233,7 +234,7 @@ def notify_return(rank: int, returns: Any) -> None:
 
 
 def portable(error: Exception) -> Exception:
-    """The error, or one with its text if the driver could not read it."""
+    """Return the error, or one with its text if the driver could not decode it."""
     try:
         pickle.loads(ray.cloudpickle.dumps(error))
     except Exception:
@@ -242,7 +243,7 @@ def portable(error: Exception) -> Exception:
 
 
 def where_of(error: BaseException) -> str:
-    """The line of the user's code for slipstream's own errors; the traceback of others."""
+    """Return the line of the user's code for slipstream's own errors; a traceback for others."""
     if isinstance(error, SlipstreamError):
         return location(error, error.__traceback__).strip()
     return "".join(traceback.format_exception(error)).strip()

@@ -14,16 +14,16 @@ from slipstream.planning.overlays.rotation import RankTree, rotate, star
 from slipstream.planning.overlays.shape import Limits, chain, least_degree, least_depth
 
 DEGREES = (2, 3, 4, 8)
-# 0 does not limit the number of leaves; 0.1 keeps it small where that costs no link across the
-# core.
+# 0 does not limit the number of leaves; 0.1 keeps it small as long as that needs no further link
+# across the core.
 ALPHAS = (0.0, 0.1)
-DEPTHS_TRIED = 2  # how many depths are tried, from the smallest on
+DEPTHS_TRIED = 2  # depths that are tried, from the smallest on
 # The program is exact, and fast for a few racks. For many racks, a solution near the optimum is
 # enough: the predicted time decides.
 EXACT_RACKS = 4
 GAP = 0.1
-# One program is solved for all servers with the same view of the racks. Where hosts' own costs are
-# measured, each server has its own view: beyond so many servers, those of a rack share one program.
+# One program is solved for all servers with the same view of the racks. If hosts' own costs are
+# measured, each server has its own view; with more servers than this, those of a rack share one.
 MOST_OWN_PROBLEMS = 32
 MOST_EFFORT = 1 << 14  # programs times racks³
 MOST_BYTES = 1e18  # of a model
@@ -32,7 +32,7 @@ WORTH_WHILE = 0.95  # forwarding has other costs: keep a star unless 5 % are gai
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to broadcast, and its predicted time; ``limits`` of trees."""
+    """A broadcast, its predicted time, and the ``limits`` of its trees."""
 
     name: str
     children: tuple[RankTree, ...]
@@ -53,12 +53,12 @@ class Choice:
 
     @property
     def trees(self) -> tuple[Candidate, ...]:
-        """The fastest first."""
+        """The candidates that are trees, the fastest first."""
         trees = (one for one in self.candidates if one.limits is not None)
         return tuple(sorted(trees, key=lambda one: one.prediction.seconds))
 
     def leading(self, trees: int) -> tuple[Candidate, ...]:
-        """Star, chain, and the first ``trees`` trees, for display."""
+        """Return star, chain, and the first ``trees`` trees, for display."""
         return (*self.candidates[:2], *self.trees[:trees])
 
 
@@ -68,7 +68,7 @@ def choose_overlay(
     block_bytes: float,
     limits: Sequence[Limits] | None = None,
 ) -> Choice:
-    """The fastest of star, chain and trees within these limits; a star unless 5 % are gained."""
+    """Choose the fastest of star, chain and trees within limits; a star unless 5 % are gained."""
     for name, size in (("model_bytes", model_bytes), ("block_bytes", block_bytes)):
         if not 0 < size <= MOST_BYTES:
             raise ConfigError(
@@ -101,7 +101,7 @@ def possible_limits(
     depth: int | None = None,
     alpha: float | None = None,
 ) -> Iterator[Limits]:
-    """Limits to try for so many hosts; given values are kept."""
+    """Yield limits to try for so many hosts; given values are kept."""
     if depth is not None:
         depth = min(depth, max(1, hosts))  # no tree is deeper
     if degree is not None and depth is not None:
@@ -118,7 +118,7 @@ def possible_limits(
 
 
 def rotated_trees(network: Network, limits: Limits) -> tuple[RankTree, ...]:
-    """The cheapest tree for every server, rotated."""
+    """Return the cheapest tree for every server, rotated."""
     gap = 0.0 if len(network.racks) <= EXACT_RACKS else GAP
     posed = _problems(network, limits)
     distinct = dict.fromkeys(problem for problem, _ in posed)
@@ -133,7 +133,7 @@ def rotated_trees(network: Network, limits: Limits) -> tuple[RankTree, ...]:
 
 
 def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, list[int]]]:
-    """Every server's problem, and the order of the racks in it."""
+    """Return every server's problem, and the order of the racks in it."""
     racks, costs = range(len(network.racks)), network.costs
     between = [[costs.between_racks(network, r, s) for s in racks] for r in racks]
     posed = []
@@ -142,12 +142,12 @@ def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, li
         from_root = between[home_rack]
         if len(network.servers) <= MOST_OWN_PROBLEMS:
             from_root = [costs.from_host(network, home, rack) for rack in racks]
-        # Outwards from the server, so that servers with the same view have the same problem.
+        # Racks in order of distance, so that servers with the same view have the same problem.
         nearness = [(from_root[r], (r - home_rack) % len(racks)) for r in racks]
         order = sorted(racks, key=nearness.__getitem__)
-        there = _targets_by_rack(network, server)
+        num_targets = _targets_by_rack(network, server)
         problem = counts.Problem(
-            hosts=tuple(there[rack] for rack in order),
+            hosts=tuple(num_targets[rack] for rack in order),
             rack_costs=tuple(tuple(between[r][s] for s in order) for r in order),
             root_costs=tuple(from_root[rack] for rack in order),
             limits=limits,
@@ -157,13 +157,13 @@ def _problems(network: Network, limits: Limits) -> list[tuple[counts.Problem, li
 
 
 def rotated_chains(network: Network) -> tuple[RankTree, ...]:
-    """From host to host, rack by rack, so that no uplink is used twice in one direction."""
+    """Return chains from host to host, rack by rack; each direction of an uplink is used once."""
     racks = len(network.racks)
     shapes = []
     for server, home in enumerate(network.servers):
-        there = _targets_by_rack(network, server)
+        num_targets = _targets_by_rack(network, server)
         turn = [(network.hosts[home].rack + step) % racks for step in range(racks)]
-        shapes.append(chain(rack for rack in turn for _ in range(there[rack])))
+        shapes.append(chain(rack for rack in turn for _ in range(num_targets[rack])))
     return rotate(network, shapes)
 
 

@@ -9,7 +9,7 @@ depth d+1 (from the root at depth 0).
     Σ_r e_rsd = I_s,d+1 + L_s,d+1             and one parent
     I_rd ≤ Σ_s e_rsd ≤ T · I_rd               a forwarder has 1 to T children; the root has T
 
-Every tree has such counts, at the same cost. And for all such counts there is a tree: deal the
+Every tree has such counts, at the same cost. And for all such counts there is a tree: assign the
 e_rsd links one by one to the I_rd hosts in turn, and every host gets 1 to T of them.
 
 Its size grows with racks² · H, not with hosts: for 200 hosts HiGHS took 0.01 s in 2 racks, 0.01 to
@@ -29,7 +29,7 @@ from slipstream.planning.overlays.solver import Program
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """How many hosts to reach in each rack, costs between racks and from the root, and limits."""
+    """The hosts to reach in each rack, costs between racks and from the root, and limits."""
 
     hosts: tuple[int, ...]
     rack_costs: tuple[tuple[float, ...], ...]
@@ -45,8 +45,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """``inner[d][r]`` and ``leaves[d][r]`` hosts at depth d+1, ``links[d][r][s]`` between depths
-    d+1 and d+2; the root sends to all hosts at depth 1."""
+    """The counts of a tree: ``inner[d][r]`` and ``leaves[d][r]`` hosts at depth d+1,
+    ``links[d][r][s]`` between depths d+1 and d+2; the root sends to all hosts at depth 1."""
 
     inner: list[list[int]]
     leaves: list[list[int]]
@@ -55,9 +55,9 @@ class Counts:
 
 
 def solve(problem: Problem, *, gap: float = 0.0) -> Counts:
-    """The cheapest counts, or counts proven to cost at most ``gap`` more, as a share."""
+    """Return the cheapest counts, or counts proven to cost at most ``gap`` more, as a share."""
     variables = _Variables(problem)
-    variables.place_everybody()
+    variables.require_parents()
     variables.limit_children()
     solution = variables.program.solve(gap=gap)
 
@@ -90,8 +90,8 @@ class _Variables:
             for _ in self.above_last
         ]
 
-    def place_everybody(self) -> None:
-        """Place each host of a rack below one parent."""
+    def require_parents(self) -> None:
+        """Require that each host of a rack has one parent."""
         for r, hosts in enumerate(self.problem.hosts):
             kinds = (self.inner, self.leaves)
             everybody = [(kind[level][r], 1.0) for kind in kinds for level in self.levels]
@@ -113,7 +113,7 @@ class _Variables:
 
 
 def build(counts: Counts) -> Shape:
-    """A tree with these counts, in which hosts of one rack and depth share the work evenly."""
+    """Return a tree with these counts; hosts of one rack and depth share the work evenly."""
     racks: list[int] = []
     parents: list[int] = []
     above: list[list[int]] = []  # by rack: the positions one level up that forward

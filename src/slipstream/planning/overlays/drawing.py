@@ -23,8 +23,8 @@ class Spot:
 
 
 def spots(network: Network, server: int, tree: RankTree) -> list[Spot]:
-    """The server first, children after their parents; leaves next to each other, parents in the
-    middle of their children."""
+    """Place the server first and children after their parents; leaves are next to each other,
+    parents in the middle of their children."""
     order: list[tuple[int, int, int]] = []  # rank, index of its parent, depth
     waiting = [(SERVER, 0, 0)]
     while waiting:

@@ -42,7 +42,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class PositionCosts:
-    """Section 3.4.1: c_ij within an edge switch, within an aggregation switch, and beyond."""
+    """Costs by position (section 3.4.1): within edge, within aggregation, beyond."""
 
     same_edge: float = 0.1
     same_aggregation: float = 0.5
@@ -68,14 +68,13 @@ class PositionCosts:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """c_ij between any two hosts. The cost between two racks is the mean over their hosts."""
+    """Costs c_ij between any two hosts. The cost between two racks is the mean over their hosts."""
 
     matrix: tuple[tuple[float, ...], ...]
 
     @classmethod
     def of(cls, bandwidths: Sequence[Sequence[float]]) -> MeasuredCosts:
-        """From bits/s between hosts: 1 for the slowest pair, 0.1 for one that is ten times as
-        fast."""
+        """Return costs from bits/s between hosts: 1 for the slowest pair, 0.1 for 10x."""
         size = len(bandwidths)
         for i, row in enumerate(bandwidths):
             if len(row) != size:
@@ -106,7 +105,7 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """``workers[rank]`` and ``servers[index]`` are hosts, by index."""
+    """Hosts in racks; ``workers[rank]`` and ``servers[index]`` are indices of hosts."""
 
     racks: tuple[Rack, ...]
     hosts: tuple[Host, ...]
@@ -136,15 +135,15 @@ class Network:
                 )
 
     def _check_size(self) -> None:
-        for kind, there, most in (
+        for kind, members, most in (
             ("hosts", self.hosts, MOST_HOSTS),
             ("racks", self.racks, MOST_RACKS),
             ("workers", self.workers, MOST_WORKERS),
             ("servers", self.servers, MOST_SERVERS),
         ):
-            if len(there) > most:
+            if len(members) > most:
                 raise ConfigError(
-                    f"a network of {len(there)} {kind}: trees are worked out for {most} at most; "
+                    f"a network of {len(members)} {kind}: trees are worked out for {most} at most; "
                     "describe a part of it, or let servers send to every worker (tree='star')"
                 )
 
@@ -167,8 +166,7 @@ class Network:
         return tuple(map(tuple, ranks))
 
     def targets(self, server: int) -> tuple[int, ...]:
-        """The hosts that a server must reach over the network: those with workers, except its
-        own."""
+        """Return the other hosts with workers, which a server must reach."""
         return tuple(sorted(set(self.workers) - {self.servers[server]}))
 
     @property
@@ -184,7 +182,7 @@ def even_network(
     uplink_bits_s: float | None = None,
     servers: int = 0,
 ) -> Network:
-    """A worker on each of ``hosts`` hosts, which fill the racks in order.
+    """Return a network with a worker on each of ``hosts`` hosts, which fill the racks in order.
 
     Dedicated servers have their own hosts, one in each rack in turn; without any, one is
     colocated with each worker.
@@ -196,7 +194,7 @@ def even_network(
     places = [Host(f"h{i}", i * racks // hosts, link_bits_s) for i in range(hosts)]
     places += [Host(f"s{k}", k % racks, link_bits_s) for k in range(servers)]
     return Network(
-        # The core lies between any two racks, so each has its own aggregation switch.
+        # The core is between any two racks, so each has its own aggregation switch.
         racks=tuple(Rack(f"r{r}", f"r{r}", uplink_bits_s) for r in range(racks)),
         hosts=tuple(places),
         workers=tuple(range(hosts)),

@@ -1,4 +1,4 @@
-"""Time of a broadcast: the busiest link's bytes over its rate, plus filling the pipeline.
+"""The time of a broadcast: the busiest link's bytes over its rate, plus filling the pipeline.
 
 Blocks are forwarded as they arrive, so all links of all trees carry traffic at once. A host's link
 is shared by the trees in which the host forwards and by its own shard; a rack's uplink, each way,
@@ -43,7 +43,7 @@ class Prediction:
 def predict(
     network: Network, trees: Sequence[RankTree], *, model_bytes: float, block_bytes: float
 ) -> Prediction:
-    """The model is cut into one shard per tree, and a shard into blocks."""
+    """Predict the time of a broadcast: a shard of the model per tree, cut into blocks."""
     shard_bytes = model_bytes / len(trees)
     block_bytes = min(block_bytes, shard_bytes)
     traffic = _Traffic(network)

@@ -1,6 +1,6 @@
-"""One tree per server, with hosts in different places in each, so that all forward about equally.
+"""One tree per server, with hosts at different positions in each, so that all forward equally much.
 
-A tree spans hosts. A host's first rank takes the host's place and forwards; traffic to the other
+A tree spans hosts. A host's first rank takes the host's position and forwards; traffic to the other
 ranks of a host, or to ranks on the server's host, uses no link.
 """
 
@@ -25,14 +25,14 @@ Placement = np.ndarray[Any, np.dtype[np.int64]]  # the host at every position of
 
 
 def star(network: Network) -> tuple[RankTree, ...]:
-    """Every server sends to every worker."""
+    """Return trees in which every server sends to every worker."""
     workers = len(network.workers)
     return ((tuple(range(workers)), *[()] * workers),) * len(network.servers)
 
 
 def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
-    """A tree of ranks for every server, of its shape, with egress as even as possible."""
-    placements = [_turned(network, server, shape) for server, shape in enumerate(shapes)]
+    """Return a tree of ranks for every server, of its shape, with egress as even as possible."""
+    placements = [_shifted_hosts(network, server, shape) for server, shape in enumerate(shapes)]
     _balance(network, shapes, placements)
     return tuple(
         _rank_tree(network, server, shape, placement)
@@ -40,10 +40,10 @@ def rotate(network: Network, shapes: Sequence[Shape]) -> tuple[RankTree, ...]:
     )
 
 
-def _turned(network: Network, server: int, shape: Shape) -> Placement:
-    """Hosts in their order, shifted by one for every server in the same rack.
+def _shifted_hosts(network: Network, server: int, shape: Shape) -> Placement:
+    """Place hosts in their order, shifted by one for every server in the same rack.
 
-    If every host of a rack has a colocated server, each host takes every place once.
+    If every host of a rack has a colocated server, each host has every position once.
     """
     home = network.servers[server]
     home_rack = network.hosts[home].rack
@@ -61,44 +61,44 @@ def _turned(network: Network, server: int, shape: Shape) -> Placement:
 
 
 def _balance(network: Network, shapes: Sequence[Shape], placements: list[Placement]) -> None:
-    """Reassign one rack's places in one tree at a time, in the best way for the loads from all
+    """Reassign one rack's positions in one tree at a time, in the best way for the loads from all
     other trees, until there is little or no gain. The sum of squared loads decreases each time."""
     slowness = 1.0 / np.array([host.link_bits_s for host in network.hosts])
     slowness /= slowness.min()
     degrees = [np.array(shape.degrees, dtype=np.int64) for shape in shapes]
     sends = np.zeros(len(network.hosts))
-    for home, shape, placement, given in zip(
+    for home, shape, placement, node_degrees in zip(
         network.servers, shapes, placements, degrees, strict=True
     ):
         sends[home] += shape.root_degree
-        sends[placement] += given
+        sends[placement] += node_degrees
     for _ in range(MOST_PASSES):
-        moved = False
-        for shape, placement, given in zip(shapes, placements, degrees, strict=True):
+        has_changed = False
+        for shape, placement, node_degrees in zip(shapes, placements, degrees, strict=True):
             for rack in sorted(set(shape.racks)):
                 places = np.flatnonzero(np.array(shape.racks) == rack)
-                moved |= _deal_anew(placement, given, places, sends, slowness)
-        if not moved:
+                has_changed |= _reassign(placement, node_degrees, places, sends, slowness)
+        if not has_changed:
             return
 
 
-def _deal_anew(
+def _reassign(
     placement: Placement, degrees: Placement, places: Placement, sends: Any, slowness: Any
 ) -> bool:
-    """Reassign hosts to these places if that makes the loads more even; returns whether it did."""
-    hosts, given = placement[places], degrees[places]
-    others = sends[hosts] - given
-    loads = (slowness[hosts, None] * (others[:, None] + given)) ** 2
+    """Reassign hosts to these positions if loads become more even; return True if they do."""
+    hosts, needed = placement[places], degrees[places]
+    others = sends[hosts] - needed
+    loads = (slowness[hosts, None] * (others[:, None] + needed)) ** 2
     if np.ptp(slowness[hosts]):
         matching = np.array(cheapest_matching(loads))
     else:  # Σ (o + g)² is smallest if the busiest get the fewest, which is faster
         matching = np.empty(len(hosts), dtype=np.int64)
-        matching[np.argsort(-others, kind="stable")] = np.argsort(given, kind="stable")
+        matching[np.argsort(-others, kind="stable")] = np.argsort(needed, kind="stable")
     gain = loads.trace() - loads[np.arange(len(hosts)), matching].sum()
     if gain <= 1e-9 * loads.max():
         return False
     placement[places[matching]] = hosts
-    sends[hosts] = others + given[matching]
+    sends[hosts] = others + needed[matching]
     return True
 
 
@@ -106,7 +106,7 @@ def _rank_tree(network: Network, server: int, shape: Shape, placement: Placement
     ranks = network.ranks_by_host
     leaders = [ranks[host][0] for host in placement]
     children: list[list[int]] = [[] for _ in range(len(network.workers) + 1)]
-    # Links first, loopback after: the longest path is served first.
+    # Links first, loopback after, so that the longest path is served first.
     for leader, parent in zip(leaders, shape.parents, strict=True):
         children[0 if parent == ROOT else leaders[parent] + 1].append(leader)
     for leader, host in zip(leaders, placement, strict=True):

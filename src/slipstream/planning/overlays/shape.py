@@ -30,11 +30,11 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """How many can be reached: T + T² + … + T^H."""
+        """The number of hosts that can be reached: T + T² + … + T^H."""
         return sum(self.degree**level for level in range(1, self.depth + 1))
 
     def check(self, hosts: int) -> None:
-        """Refuse limits within which there is no tree of so many hosts."""
+        """Check that there is a tree of so many hosts within these limits."""
         if self.capacity >= hosts:
             return
         depth, degree = least_depth(self.degree, hosts), least_degree(self.depth, hosts)
@@ -45,7 +45,7 @@ class Limits:
 
 
 def least_depth(degree: int, hosts: int) -> int:
-    """The smallest depth at which a tree of this degree reaches so many hosts."""
+    """Return the smallest depth at which a tree of this degree reaches so many hosts."""
     depth = 1
     while Limits(degree, depth).capacity < hosts:
         depth += 1
@@ -53,7 +53,7 @@ def least_depth(degree: int, hosts: int) -> int:
 
 
 def least_degree(depth: int, hosts: int) -> int:
-    """The smallest degree at which a tree of this depth reaches so many hosts."""
+    """Return the smallest degree at which a tree of this depth reaches so many hosts."""
     degree = 1
     while Limits(degree, depth).capacity < hosts:
         degree += 1
@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Hops from the root to every position."""
+        """The number of hops from the root to every position."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -77,12 +77,12 @@ class Shape:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many children every position has."""
+        """The number of children of every position."""
         counted = Counter(self.parents)
         return tuple(counted[position] for position in range(len(self.parents)))
 
     def among(self, racks: Sequence[int]) -> Shape:
-        """The same tree with rack r renamed to ``racks[r]``."""
+        """Return the same tree with rack r renamed to ``racks[r]``."""
         return Shape(tuple(racks[rack] for rack in self.racks), self.parents)
 
     @property
@@ -91,6 +91,6 @@ class Shape:
 
 
 def chain(racks: Iterable[int]) -> Shape:
-    """A chain, in the given order of racks."""
+    """Return a chain, in the given order of racks."""
     order = tuple(racks)
     return Shape(order, tuple(range(-1, len(order) - 1)))

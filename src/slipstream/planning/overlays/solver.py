@@ -28,7 +28,7 @@ class Solution:
 
 @dataclass(slots=True)
 class Program:
-    """Minimise the variables' cost; all are integers from 0 to their own bound."""
+    """A program that minimises the variables' cost; variables are integers from 0 to a bound."""
 
     costs: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Program:
         self.rows.append((list(terms), least, most))
 
     def solve(self, *, gap: float = 0.0) -> Solution:
-        """The optimum, or a solution proven to cost at most ``gap`` more, as a share."""
+        """Return the optimum, or a solution proven to cost at most ``gap`` more, as a share."""
         # Imported here, because it takes half a second, and few users of planning solve programs.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -81,7 +81,7 @@ class Program:
 
 
 def cheapest_matching(costs: Any) -> list[int]:
-    """For every row its column, each column once, with the smallest sum of costs."""
+    """Return for every row its column, each column once, with the smallest sum of costs."""
     from scipy.optimize import linear_sum_assignment
 
     return [int(column) for column in linear_sum_assignment(costs)[1]]

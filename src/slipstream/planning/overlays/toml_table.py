@@ -65,7 +65,7 @@ class TomlTable:
         return float(value)
 
     def rate(self, key: str, default: float | None = None) -> float | None:
-        """In bits/s; ``"none"`` means no limit; a missing key gives the default."""
+        """Read a rate in bits/s; ``"none"`` means no limit; a missing key gives the default."""
         value = self._take(key, default)
         if value is None or value == "none":
             return None

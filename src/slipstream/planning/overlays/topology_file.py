@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 20  # of a topology file
 
 
 def read_topology(text: str, source: str) -> Network:
-    """``source``: the name of the file in messages."""
+    """Read a topology file's text; ``source`` is the name of the file in messages."""
     file = TomlTable.parse(text, source)
     tables = file.tables("hosts")
     if not tables:
@@ -42,7 +42,7 @@ def read_topology(text: str, source: str) -> Network:
 
 
 def _racks(file: TomlTable, tables: Sequence[TomlTable]) -> dict[str, Rack]:
-    """By name, in the order in which hosts name them."""
+    """Return the racks by name, in the order in which hosts name them."""
     core_rate, described = file.rate("core_rate"), file.table("racks")
     racks = {}
     for name in dict.fromkeys(table.text("rack", "r0") for table in tables):
@@ -71,15 +71,15 @@ def _hosts(file: TomlTable, tables: Sequence[TomlTable], racks: list[str]) -> tu
 
 
 def _places(file: TomlTable, tables: Sequence[TomlTable], key: str) -> tuple[int, ...]:
-    """The host of each worker or server, which hosts list by number."""
+    """Return the host of each worker or server, which hosts list by number."""
     places: dict[int, int] = {}
     for host, table in enumerate(tables):
         for number in table.list(key):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise table.refusal(key, f"{shown(number)} is no number of one; count from 0")
             if number in places:
-                there = f"hosts[{places[number]}]"
-                raise table.refusal(key, f"{shown(number)} is in {there} already; list it once")
+                where = f"hosts[{places[number]}]"
+                raise table.refusal(key, f"{shown(number)} is in {where} already; list it once")
             places[number] = host
     for number in range(len(places)):
         if number not in places:
@@ -89,23 +89,23 @@ def _places(file: TomlTable, tables: Sequence[TomlTable], key: str) -> tuple[int
 
 
 def _costs(file: TomlTable) -> PositionCosts | MeasuredCosts:
-    paper, given = PositionCosts(), file.table("costs")
+    paper, table = PositionCosts(), file.table("costs")
     costs = PositionCosts(
-        given.number("same_edge", paper.same_edge),
-        given.number("same_aggregation", paper.same_aggregation),
-        given.number("otherwise", paper.otherwise),
+        table.number("same_edge", paper.same_edge),
+        table.number("same_aggregation", paper.same_aggregation),
+        table.number("otherwise", paper.otherwise),
     )
-    given.done()
+    table.done()
     measured = file.list("bandwidths")
     if not measured:
         return costs
-    if given.content:
+    if table.content:
         raise file.refusal("costs", "bandwidths say what links cost; leave out one of the two")
     return MeasuredCosts.of([_bandwidths(file, i, measured) for i in range(len(measured))])
 
 
 def _bandwidths(file: TomlTable, i: int, rows: list[Any]) -> list[float]:
-    """From host i to every other; a host's bandwidth to itself is ignored."""
+    """Return host i's bandwidth to every other host; that to itself is ignored."""
     row = rows[i]
     if not isinstance(row, list) or len(row) != len(rows):
         raise file.refusal(f"bandwidths[{i}]", f"give a list of {len(rows)}, one for each row")

@@ -1,1 +1,1 @@
-"""Figures of a run: summaries, outputs of metrics, and what workers report of replicas."""
+"""Figures of a run: summaries, outputs of metrics, and reports on replicas."""

@@ -1,7 +1,7 @@
-"""What workers report of replicas that should be equal, and why two of them are not. Pure.
+"""Workers' reports on replicas that should be equal, and the cause of a difference. Pure.
 
-Every worker reports one sum a tensor, in few steps; rank 0 compares each report with its own of the
-same step. Reports say what the loop did, too, so that a difference comes with its cause.
+Every worker reports one sum a tensor, in a few steps; rank 0 compares each report with its own of
+the same step. Reports also record what the loop did, so that a difference comes with its cause.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 import msgspec
 
-KEPT = 4  # reports a rank; workers that are in step are at most one report apart
+KEPT = 4  # reports of each rank; workers in step are at most one report apart
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's replica, between two steps.
+    """A report on one worker's replica, between two steps.
 
     Attributes:
-        step: Steps that have ended.
-        sums: Of the weights, by parameter; equal for equal bits.
-        gradients: The same of what the optimizer uses in the next step; empty where it is unknown.
+        step: The number of steps that have ended.
+        sums: Sums of the weights, by parameter; equal for equal bits.
+        gradients: Sums of what the optimizer uses in the next step; empty if it is unknown.
         writes: By parameter, how often autograd has seen it written since the job began.
         outside: Parameters that were written between the last ``step()`` and this report.
         replaced: Names of the model's parameters that took no part in ``job.distribute``.
-        settings: The optimizer's, by parameter group.
-        handed: By parameter: a number for what the loop has put into it, where servers update and
+        settings: The optimizer's settings, by parameter group.
+        handed: By parameter: a number for what the loop has written into it, if servers update and
             their weights replace that; else 0.
     """
 
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The end of a sentence about it."""
+        """The end of a sentence about the difference."""
         return f"{self.parameter!r} is the first that differs, {self.since}; {self.cause}"
 
 
@@ -60,7 +60,7 @@ class ReplicaComparison:
     """Rank 0's comparison of one model's replicas; keeps few reports, whoever is lost.
 
     Args:
-        names: Of the parameters.
+        names: The names of the parameters.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -74,18 +74,18 @@ class ReplicaComparison:
         self._own.append(report)
 
     def add(self, rank: int, report: ReplicaReport) -> None:
-        """Add another rank's."""
+        """Add another rank's report."""
         self._others.setdefault(rank, deque(maxlen=KEPT)).append(report)
 
     def find(self) -> Difference | None:
-        """Compare what can be compared; returns the first difference."""
+        """Compare the reports of equal steps; return the first difference."""
         own = {report.step: report for report in self._own}
         for rank, reports in sorted(self._others.items()):
             waiting = [report for report in reports if report.step not in own]
             for report in [report for report in reports if report.step in own]:
-                found = self._compare(rank, own[report.step], report)
-                if found is not None:
-                    return found
+                difference = self._compare(rank, own[report.step], report)
+                if difference is not None:
+                    return difference
                 self._equal[rank] = own[report.step], report
             reports.clear()
             reports.extend(waiting)
@@ -107,7 +107,7 @@ class ReplicaComparison:
 def difference_of_replaced(
     one: ReplicaReport, others: Sequence[tuple[int, ReplicaReport]]
 ) -> Difference | None:
-    """A difference between ends of a run whose distributed parameters are all equal."""
+    """Return a difference at the end of a run whose distributed parameters are all equal."""
     for rank, two in others:
         if replaced := [*one.replaced, *two.replaced]:
             return Difference(rank, replaced[0], "since it was replaced", REPLACED)
@@ -115,7 +115,7 @@ def difference_of_replaced(
 
 
 def window(equal: int | None, step: int) -> str:
-    """When replicas began to differ that were equal after one step and differ after another."""
+    """Return when replicas began to differ: after one step they were equal, after another not."""
     if not step:
         return "since the first step or before"
     if equal is None:
@@ -129,29 +129,30 @@ def cause_of(
     two: ReplicaReport,
     before: tuple[ReplicaReport, ReplicaReport] | None,
 ) -> str:
-    """Why a parameter differs between rank 0's report and another rank's.
+    """Return why a parameter differs between rank 0's report and another rank's.
 
     Args:
-        before: The last reports of both in which they were equal.
+        before: The last reports of both ranks in which the parameter was equal.
     """
-    if found := differing_setting(one.settings, two.settings):
-        return found
+    if setting := differing_setting(one.settings, two.settings):
+        return setting
     if tensor in one.outside or tensor in two.outside:
         return WRITTEN
     if before is not None:
-        here, there = (
+        on_first, on_other = (
             now.writes[tensor] - then.writes[tensor]
             for now, then in zip((one, two), before, strict=True)
         )
-        if here != there:
-            return f"since then it was written {there} times there and {here} on rank 0: {WRITTEN}"
+        if on_first != on_other:
+            writes = f"{on_other} times there and {on_first} on rank 0"
+            return f"since then it was written {writes}: {WRITTEN}"
     if one.gradients and two.gradients and one.gradients[tensor] != two.gradients[tensor]:
         return CHANGED_GRADIENT
     return UNKNOWN
 
 
 def differing_setting(first: Sequence[dict[str, str]], other: Sequence[dict[str, str]]) -> str:
-    """Which setting of the optimizers' groups differs from rank 0's; empty if none does."""
+    """Return which setting of the optimizers differs from rank 0's; empty if none does."""
     for group, (one, two) in enumerate(zip(first, other, strict=False)):
         for key in sorted(one.keys() & two.keys()):
             if one[key] != two[key]:
@@ -166,20 +167,20 @@ def differing_setting(first: Sequence[dict[str, str]], other: Sequence[dict[str,
 WRITTEN = (
     "it was changed outside of the optimizer that was distributed (by another optimizer, one that "
     "steps in backward hooks, a forward pass with max_norm, a checkpoint loaded on one rank, or by "
-    "hand). Change it on all ranks alike, or load with job.load"
+    "hand). Make the same change on all ranks, or load with job.load"
 )
 HANDED = (
-    "the loop has changed it outside of the optimizer, and not alike on both ranks: the servers "
-    "took what rank 0 made of it, and lost the rest. Change it on all ranks alike, or load with "
+    "the loop has changed it outside of the optimizer, and differently on both ranks: the servers "
+    "took rank 0's values, and lost the others. Make the same change on all ranks, or load with "
     "job.load"
 )
 CHANGED_GRADIENT = (
     "step() used other gradients there: they were changed after backward(), which had exchanged "
-    "them, and not alike on all ranks. Change them before they are sent, within the loss, or alike "
-    "from numbers that all ranks share"
+    "them, and differently on the ranks. Change them before they are sent, within the loss, or in "
+    "the same way from numbers that all ranks share"
 )
 UNKNOWN = (
-    "gradients and settings were the same, and nothing else wrote to it when this was looked at: "
+    "gradients and settings were the same, and nothing else wrote to it at the time of the check: "
     "the optimizer's settings or its state differed for a while (a state loaded on one rank), or "
     "weights were changed outside of the optimizer"
 )

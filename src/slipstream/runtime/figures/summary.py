@@ -13,8 +13,8 @@ from slipstream.runtime.figures.replica_reports import ReplicaReport
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Bytes of one worker. ``local`` went to the colocated server; ``control`` is everything
-    except training payload: headers, heartbeats, the first copy of the weights."""
+    """Bytes of one worker. ``local`` went to the colocated server; ``control`` is everything except
+    training payload: headers, heartbeats, the first copy of the weights."""
 
     sent: int = 0
     received: int = 0
@@ -54,7 +54,7 @@ class WorkerFigures(msgspec.Struct, frozen=True):
     replicas: list[ReplicaReport | None] = []  # by model, where all workers' are equal
 
     def encode(self) -> bytes:
-        """As bytes, for another rank."""
+        """Return the metrics as bytes, for another rank."""
         return msgspec.json.encode(self)
 
     @classmethod
@@ -64,16 +64,16 @@ class WorkerFigures(msgspec.Struct, frozen=True):
 
 
 def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
-    """All workers' metrics together: totals of bytes and samples, the mean of time waited."""
+    """Combine all workers' metrics: totals of bytes and samples, the mean of time waited."""
     first = figures[0]
     wall_s = max(worker.wall_s for worker in figures)
     samples = sum(worker.samples for worker in figures)
     by_scheme: Counter[str] = Counter()
     faults: Counter[str] = Counter()
-    moved = dict.fromkeys(("sent", "received", "local", "control"), 0)
+    traffic = dict.fromkeys(("sent", "received", "local", "control"), 0)
     for worker in figures:
-        for way in moved:
-            moved[way] += getattr(worker.traffic, way)
+        for way in traffic:
+            traffic[way] += getattr(worker.traffic, way)
         by_scheme.update(worker.traffic.by_scheme)
         faults.update(worker.faults)
     return {
@@ -87,7 +87,7 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
         "loss": first.loss,
         "accuracy": first.accuracy,
         "weights_sha256": [worker.weights_sha256 for worker in figures],
-        "bytes": {**moved, "by_scheme": dict(by_scheme)},
+        "bytes": {**traffic, "by_scheme": dict(by_scheme)},
         "wait_s": sum(worker.wait_s for worker in figures) / len(figures),
         "faults": dict(faults),
         "per_worker": [per_worker(worker) for worker in figures] if len(figures) > 1 else [],
@@ -95,7 +95,16 @@ def combine(figures: Sequence[WorkerFigures]) -> dict[str, Any]:
 
 
 def per_worker(figures: WorkerFigures) -> Mapping[str, Any]:
-    """One worker's entry in the summary."""
+    """Return one worker's entry in the summary."""
     plain: dict[str, Any] = msgspec.to_builtins(figures)
-    kept = ("rank", "steps", "wall_s", "samples", "loss", "wait_s", "parameters_sha256", "settings")
-    return {**{key: plain[key] for key in kept}, "bytes": plain["traffic"]}
+    fields = (
+        "rank",
+        "steps",
+        "wall_s",
+        "samples",
+        "loss",
+        "wait_s",
+        "parameters_sha256",
+        "settings",
+    )
+    return {**{key: plain[key] for key in fields}, "bytes": plain["traffic"]}

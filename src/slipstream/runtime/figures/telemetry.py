@@ -28,7 +28,7 @@ Figures = Mapping[str, float]
 class Watcher(ABC):
     """An output of a job's metrics, such as a log or a dashboard; ``job.watch`` takes one.
 
-    Calls come from the thread that calls ``job.record``. An error in one is a warning of the job.
+    Calls come from the thread that calls ``job.record``. An error in a call becomes a warning.
 
     >>> class Losses(Watcher):
     ...     def __init__(self):
@@ -41,7 +41,7 @@ class Watcher(ABC):
     ({1: 0.5}, 'Losses')
 
     Attributes:
-        name: in warnings; by default that of the class.
+        name: The name in warnings; by default that of the class.
     """
 
     name: str = ""
@@ -54,9 +54,9 @@ class Watcher(ABC):
         """Write the metrics of one step.
 
         Args:
-            step: how many steps are completed.
-            figures: what the loop gave to ``job.record``, and ``samples``, ``sent_bytes``,
-                ``received_bytes`` and ``wait_s`` of this worker so far.
+            step: The number of completed steps.
+            figures: The figures that the loop passed to ``job.record``, and ``samples``,
+                ``sent_bytes``, ``received_bytes`` and ``wait_s`` of this worker so far.
         """
 
     def note_event(self, event: str, content: Mapping[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Watcher(ABC):
         Args:
             event: "start" (``strategy`` and ``workers``), "rounds" and "staleness" (accounts at the
                 end of some systems), "failed" (``error``).
-            content: plain data.
+            content: Plain data.
         """
         return
 
@@ -75,7 +75,7 @@ class Watcher(ABC):
 
 
 class Watchers:
-    """All watchers of a run. If one fails, warn once, and try it again later."""
+    """All watchers of a run. If one fails, the user is warned once, and it is tried again later."""
 
     def __init__(self) -> None:
         self._open: list[Watcher] = []
@@ -91,7 +91,7 @@ class Watchers:
         except LaunchError as error:
             if not training:
                 raise
-            warn(f"{error}. Training goes on without it")
+            warn(f"{error}. Training continues without it")
 
     def note(self, step: int, figures: Figures) -> None:
         """Pass the metrics of a step to all watchers."""
@@ -122,7 +122,7 @@ class Watchers:
             if watcher.name not in self._warned:
                 self._warned.add(watcher.name)
                 warn(
-                    f"{watcher.name} cannot be written ({reason_of(error)}). Training goes on; "
+                    f"{watcher.name} cannot be written ({reason_of(error)}). Training continues; "
                     "what cannot be written is missing there, and later figures are tried again"
                 )
 
@@ -143,7 +143,7 @@ def warn(message: str) -> None:
 
 
 def has_handlers(logger: logging.Logger) -> bool:
-    """Whether a handler shows the logger's records; ``NullHandler`` does not."""
+    """Return whether a handler shows the logger's records; ``NullHandler`` does not."""
     current: logging.Logger | None = logger
     while current is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in current.handlers):
@@ -153,7 +153,7 @@ def has_handlers(logger: logging.Logger) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in a few words."""
+    """Return an error in a few words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(f"{type(error).__name__}: {error}")
@@ -161,7 +161,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def begun(name: str, path: Path, *, append: bool = False) -> Iterator[RecordFile]:
-    """Open a new file, whose first record is written within; an error if that fails."""
+    """Open a new file, whose first record is written in the block; raise an error if that fails."""
     try:
         with contextlib.ExitStack() as on_error:
             file = RecordFile(path, append=append)
@@ -173,17 +173,17 @@ def begun(name: str, path: Path, *, append: bool = False) -> Iterator[RecordFile
 
 
 class RunLog(Watcher):
-    """One JSON object per line."""
+    """A log of one JSON object per line."""
 
     def __init__(self, path: Path, header: Mapping[str, Any], incarnation: int = 0) -> None:
-        """A restarted process appends to the log of its previous incarnation."""
+        """Open the log; a restarted process appends to the log of its previous incarnation."""
         self.name = f"the run log {path}"
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         with begun(self.name, path, append=bool(incarnation)) as self._file:
             self._write({"event": "start", **header})
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        elapsed = round(time.monotonic() - self._begun, 6)
+        elapsed = round(time.monotonic() - self._start, 6)
         self._file.write((json.dumps({"elapsed_s": elapsed, **content}) + "\n").encode())
 
     def note(self, step: int, figures: Figures) -> None:
@@ -198,7 +198,7 @@ class RunLog(Watcher):
 
 
 class TensorBoard(Watcher):
-    """Scalars for TensorBoard.
+    """A writer of scalars for TensorBoard.
 
     Records are written here, because torch's ``SummaryWriter`` thread ends at the first full disk.
     """
@@ -238,7 +238,7 @@ class TensorBoard(Watcher):
 
 
 class Prometheus(Watcher):
-    """Gauges at http://127.0.0.1:PORT/metrics."""
+    """A server of gauges at http://127.0.0.1:PORT/metrics."""
 
     def __init__(self, port: int) -> None:
         try:

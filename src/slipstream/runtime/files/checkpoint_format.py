@@ -1,9 +1,10 @@
 """The file of a checkpoint: safetensors, with JSON about the job in its header. Needs no torch.
 
 A job that trains several pairs of a model and an optimizer has a section for each, whose tensors
-have names that begin with ``pair0/``, ``pair1/`` and so on. With one pair there are no such heads.
+have names that begin with ``pair0/``, ``pair1/`` and so on. With one pair there are no such
+prefixes.
 
-A file may be truncated, damaged, or written by another program. What ``read`` returns is complete
+A file may be truncated, damaged, or written by another program. The result of ``read`` is complete
 and matches its checksum, and its facts have the types of ``Facts``. The job checks whether it is
 for this model and optimizer.
 """
@@ -31,7 +32,7 @@ MOST_HEADER_NBYTES = 100_000_000  # safetensors' own limit
 TORCH_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")  # of torch.serialization
 TORCH_HEAD_NBYTES = 512  # a zip's first entry, whose name begins with that of the file
 MOST_NESTED = 200  # brackets within brackets, in JSON
-MOST_STEPS = 10**15 - 1  # as many digits as a checkpoint's name has
+MOST_STEPS = 10**15 - 1  # a checkpoint's name has as many digits
 PREFIXES = (
     *("model/", "optimizer/", "averaged/", "outer/", "outer state/", "precise/", "residual/"),
     "local/",
@@ -81,7 +82,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a checkpoint holds besides its tensors."""
+    """The content of a checkpoint besides its tensors."""
 
     format: int
     step: Count
@@ -93,7 +94,7 @@ class Facts(msgspec.Struct, frozen=True):
     job: str = ""
     steps: list[Count] = []  # by pair; empty with one pair
     parts: str = ""  # the token of workers' own parts, if there are any
-    local: list[Any] = []  # in such a part: by pair, what was under way
+    local: list[Any] = []  # in such a part: by pair, the exchange that was in flight
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -111,7 +112,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a file holds. ``pairs`` names the tensors of complex numbers, stored as pairs."""
+    """The content of a file. ``pairs`` names the tensors of complex numbers, stored as pairs."""
 
     pieces: dict[str, Piece]
     facts: dict[str, Any]
@@ -119,11 +120,11 @@ class Content:
 
 
 class Foreign(ValueError):
-    """A safetensors file that slipstream did not write."""
+    """An error: a safetensors file that slipstream did not write."""
 
 
 class TorchFile(ValueError):
-    """A file of ``torch.save``."""
+    """An error: a file of ``torch.save``."""
 
 
 def read(path: Path) -> Content:
@@ -165,7 +166,7 @@ def read(path: Path) -> Content:
 
 
 def read_content(file: BinaryIO) -> Content:
-    """Read and check a file's content; raises ValueError or msgspec's errors."""
+    """Read and check a file's content; raise ValueError or msgspec's errors."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(size - 8, MOST_HEADER_NBYTES):
@@ -184,15 +185,16 @@ def read_content(file: BinaryIO) -> Content:
 
 
 def is_torch_head(head: bytes) -> bool:
-    """Whether a file of ``torch.save`` begins so. It may be a zip whose first entry is its pickle,
-    or, as until torch 1.6, a row of pickles of which the first is a number. None is unpickled."""
+    """Return whether a file begins like one of ``torch.save``: a zip whose first entry is its
+    pickle, or, until torch 1.6, several pickles, the first of which is a number. None is
+    unpickled."""
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     is_zip = head.startswith(b"PK\x03\x04") and name.endswith(b"/data.pkl")
     return is_zip or (head.startswith(b"\x80") and TORCH_MAGIC in head[:32])
 
 
 def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Entries by name, and the metadata."""
+    """Return the entries by name, and the metadata."""
     check_nesting(text)
     raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     about = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -204,7 +206,7 @@ def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def parse_facts(text: str) -> dict[str, Any]:
-    """The facts, as plain data."""
+    """Return the facts as plain data."""
     check_nesting(text.encode())
     facts = json.loads(text)
     if not isinstance(facts, dict) or "format" not in facts:
@@ -214,7 +216,7 @@ def parse_facts(text: str) -> dict[str, Any]:
 
 
 def parse_pairs(about: Mapping[str, str], pieces: Mapping[str, Piece]) -> list[str]:
-    """The names of tensors that hold complex numbers as pairs."""
+    """Return the names of tensors that hold complex numbers as pairs."""
     pairs = msgspec.json.decode(about.get("pairs", "[]"), type=list[str])
     for name in pairs:
         piece = pieces.get(name)
@@ -229,17 +231,17 @@ TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?+|[\[{]|[\]}]', re.DOTALL)
 
 
 def check_nesting(text: bytes) -> None:
-    """Call it before parsing: parsers recurse for every level."""
+    """Check the depth of JSON before it is parsed: parsers recurse for every level."""
     depth = 0
-    for found in TOKEN.finditer(text):
-        first = found[0][:1]
+    for token in TOKEN.finditer(text):
+        first = token[0][:1]
         depth += (first in b"[{") - (first in b"]}")
         if depth > MOST_NESTED:
             raise ValueError(f"its JSON is nested deeper than {MOST_NESTED} levels")
 
 
 def check_places(entries: Mapping[str, Entry], room: int) -> None:
-    """Check that tensors lie one after the other, and fill the file."""
+    """Check that tensors are stored one after the other, and fill the file."""
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets
@@ -266,7 +268,7 @@ def read_piece(file: BinaryIO, at: int, entry: Entry) -> Piece:
 
 
 def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
-    """A checksum over everything: a disk may lose a bit without an error."""
+    """Return a checksum of everything: a disk may lose a bit without an error."""
     total = crc32c(facts.encode())
     for name in sorted(pieces):
         piece = pieces[name]
@@ -276,7 +278,7 @@ def crc(facts: str, pieces: Mapping[str, Piece]) -> int:
 
 
 def misfit(path: Path, error: Exception) -> CheckpointError:
-    """The error of a valid checkpoint of another model."""
+    """Return the error of a valid checkpoint of another model."""
     return CheckpointError(
         f"{path} does not fit this job: {error}; load a checkpoint of the same model and optimizer"
     )
@@ -289,24 +291,24 @@ SECTION = re.compile(r"^pair[0-9]+/")
 
 
 def section_name(pair: int, pairs: int) -> str:
-    """The prefix of the names of a pair's tensors."""
+    """Return the prefix of the names of a pair's tensors."""
     return f"pair{pair}/" if pairs > 1 else ""
 
 
 def is_model(name: str) -> bool:
-    """Whether a tensor belongs to a model, of any pair."""
+    """Return whether a tensor belongs to a model, of any pair."""
     return SECTION.sub("", name, count=1).startswith("model/")
 
 
 def pairs_in(facts: Mapping[str, Any]) -> int:
-    """How many pairs of a model and an optimizer a file has."""
+    """Return how many pairs of a model and an optimizer a file has."""
     return max(1, len(facts.get("steps", ())))
 
 
 def sections_in(
     facts: Mapping[str, Any], tensors: Mapping[str, T]
 ) -> list[tuple[dict[str, Any], dict[str, T]]]:
-    """By pair: facts and tensors as in a file of this pair alone.
+    """Return, by pair, facts and tensors as in a file of this pair alone.
 
     Raises:
         ValueError: A tensor belongs to no pair, or there is not one optimizer for each.
@@ -317,16 +319,16 @@ def sections_in(
     packed = facts["optimizer"].get("$list")
     if not isinstance(packed, list) or len(packed) != pairs:
         raise ValueError(f"it does not have the states of {pairs} optimizers")
-    found: list[dict[str, T]] = [{} for _ in packed]
+    sections: list[dict[str, T]] = [{} for _ in packed]
     heads = [section_name(number, pairs) for number in range(pairs)]
     for name, tensor in tensors.items():
         number = next((n for n, head in enumerate(heads) if name.startswith(head)), None)
         if number is None:
             raise ValueError(f"it holds {name!r}, which belongs to no pair")
-        found[number][name.removeprefix(heads[number])] = tensor
+        sections[number][name.removeprefix(heads[number])] = tensor
     return [
         ({**facts, "step": step, "optimizer": optimizer}, own)
-        for step, optimizer, own in zip(facts["steps"], packed, found, strict=True)
+        for step, optimizer, own in zip(facts["steps"], packed, sections, strict=True)
     ]
 
 
@@ -342,7 +344,7 @@ class OptimizerState(msgspec.Struct, frozen=True):
 
 
 def optimizer_in(facts: Mapping[str, Any], tensors: Mapping[str, T]) -> OptimizerState:
-    """The optimizer's state with its tensors in place; raises ValueError."""
+    """Return the optimizer's state with its tensors in place; raise ValueError if it has none."""
     unclaimed = {name: t for name, t in tensors.items() if name.startswith("optimizer/")}
     saved = unpack(facts["optimizer"], unclaimed)
     for name in unclaimed:
@@ -373,17 +375,17 @@ def unpack(value: Any, tensors: dict[str, T]) -> Any:
 
 
 def is_single(value: Any) -> bool:
-    """Whether this is a dict with one item."""
+    """Return whether this is a dict with one item."""
     return isinstance(value, dict) and len(value) == 1
 
 
 def is_item(value: Any) -> bool:
-    """Whether this is a key and its value."""
+    """Return whether this is a key and its value."""
     return isinstance(value, list) and len(value) == 2 and not isinstance(value[0], dict | list)
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for names of tensors that a checkpoint of one pair cannot have."""
+    """Check the names of tensors of one pair; raise ValueError for another name."""
     for name in names:
         if SECTION.match(name):
             raise ValueError("it holds several models or optimizers; this job trains one")

@@ -1,8 +1,8 @@
-"""Only one job at a time writes into a directory of checkpoints.
+"""Locks of directories, so that only one job at a time writes checkpoints into one.
 
 The lock is the kernel's (``flock``), on a file in the directory, and belongs to the process that
-took it: however that process ends, the lock ends with it. The file stays; its content is used only
-in error messages.
+took it: when that process ends, in whatever way, the lock ends too. The file stays; its content is
+used only in error messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST = 1024
 
 
 class NotALock(LaunchError):
-    """The lock's path is not a file, or has other hard links: writing might damage other data."""
+    """A lock's path that is no file, or has other hard links: writing might damage other data."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} is a link or not a file; remove it, and start the job again")
@@ -67,8 +67,8 @@ class DirectoryLocks:
                 f"cannot lock the directory {directory}: {error.strerror}; give one that this "
                 "process may write to (checkpoints=…)"
             ) from error
-        found = os.fstat(file)
-        identity = (found.st_dev, found.st_ino)
+        status = os.fstat(file)
+        identity = (status.st_dev, status.st_ino)
         if identity in self._held:
             os.close(file)
             return
@@ -112,8 +112,8 @@ def _open(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise NotALock(path) from error
         raise
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         os.close(file)
         raise NotALock(path)
     return file

@@ -11,8 +11,8 @@ from typing import Any
 
 
 class RecordFile:
-    """Appends each record completely or not at all: if the disk is full, a partial record is cut
-    off, so that later records can be read once there is space."""
+    """A file to which each record is appended completely or not at all: if the disk is full, a
+    partial record is cut off, so that later records can be read once there is space."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class RecordFile:
     def _cut_off(self, nbytes: int) -> None:
         descriptor = self._file.fileno()
         with contextlib.suppress(OSError):  # a pipe or a device cannot be truncated
-            # If this is the program's own output, others may write to it too.
+            # If this is the program's own output, other processes may write to it too.
             if nbytes and os.fstat(descriptor).st_size == self._nbytes + nbytes:
                 os.ftruncate(descriptor, self._nbytes)
                 os.lseek(descriptor, self._nbytes, os.SEEK_SET)
@@ -45,6 +45,6 @@ class RecordFile:
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, indent: int | None = 2) -> None:
-    """Write JSON; on an OSError no partial content remains."""
+    """Write JSON; if an OSError is raised, no partial content remains."""
     with contextlib.closing(RecordFile(path)) as file:
         file.write((json.dumps(content, indent=indent) + "\n").encode())

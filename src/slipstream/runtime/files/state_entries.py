@@ -7,5 +7,5 @@ SCALAR_STATE = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def is_scalar(name: str) -> bool:
-    """Whether a state entry is one number per tensor, not per element."""
+    """Return whether a state entry is one number per tensor, not per element."""
     return name in SCALAR_STATE

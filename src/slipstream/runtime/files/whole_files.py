@@ -46,7 +46,7 @@ KINDS = {
 
 
 class NotRegular(OSError):
-    """The path is not a regular file."""
+    """An error: a path that is not a regular file."""
 
     def __init__(self, mode: int) -> None:
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
@@ -57,7 +57,7 @@ class NotRegular(OSError):
 
 
 def write_whole(path: Path, parts: Parts) -> None:
-    """Write a checkpoint: it appears complete, or the old file stays."""
+    """Write a checkpoint: the new file is complete, or the old one stays."""
     try:
         replace_file(path, parts)
     except OSError as error:
@@ -86,7 +86,7 @@ def replace_file(path: Path, parts: Parts) -> None:
 
 
 def create_draft(directory: Path) -> tuple[Path, BinaryIO]:
-    """A new file with an unpredictable name, locked by this process."""
+    """Create a file with an unpredictable name, locked by this process."""
     for _ in range(TRIES):
         draft = directory / f".slipstream-{HOST}-{secrets.token_hex(8)}.draft"
         with contextlib.suppress(FileExistsError):
@@ -100,7 +100,7 @@ def create_draft(directory: Path) -> tuple[Path, BinaryIO]:
 
 
 def lock(file: BinaryIO) -> bool:
-    """False if another process holds the lock; True on file systems without locks."""
+    """Lock a file; return False if another process holds the lock, True without lock support."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -119,7 +119,7 @@ def sweep_drafts(directory: Path) -> None:
 
 
 def remove_if_dead(draft: Path) -> None:
-    """Remove a draft of this user whose writer has died; raises OSError otherwise."""
+    """Remove a draft of this user whose writer has died; raise OSError otherwise."""
     if not is_own_file(os.lstat(draft)):
         return
     handle = os.open(draft, LOOK)
@@ -131,13 +131,13 @@ def remove_if_dead(draft: Path) -> None:
         os.close(handle)
 
 
-def is_own_file(found: os.stat_result) -> bool:
-    """Whether it is a regular file of this user."""
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+def is_own_file(status: os.stat_result) -> bool:
+    """Return whether it is a regular file of this user."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync the directory where that is possible: the file is in place either way."""
+    """Sync the directory if that is possible; the file is in place either way."""
     try:
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -162,18 +162,18 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_own(path: Path, limit_nbytes: int) -> bytes:
-    """A small file of this user or of root; OSError if it is another user's, too large or
-    irregular."""
+    """Return the content of a small file of this user or of root; raise OSError if it is another
+    user's, too large or irregular."""
     with open_regular(path) as file:
-        found = os.fstat(file.fileno())
-        if found.st_uid not in (os.geteuid(), 0):
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0):
             raise PermissionError(errno.EACCES, "it belongs to another user")
-        if found.st_size > limit_nbytes:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than {limit_nbytes}")
+        if status.st_size > limit_nbytes:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {limit_nbytes}")
         return file.read(limit_nbytes)
 
 
 def refuse_irregular(mode: int) -> None:
-    """Raise NotRegular unless it is a regular file."""
+    """Check that a file is regular; raise NotRegular otherwise."""
     if not stat.S_ISREG(mode):
         raise NotRegular(mode)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from slipstream.codecs.partition import Accumulator, unpacked
 from slipstream.codecs.residual import Floats
 from slipstream.errors import FrameRefused, contribution_of
 from slipstream.methods import PartialExchange
+from slipstream.runtime.gossip.membership_events import Applicant, Back, Gone
 from slipstream.runtime.gossip.numbered_links import NumberedLinks
 from slipstream.runtime.gossip.pace import Pace
 from slipstream.runtime.gossip.slice_sender import MESSAGE_VALUES, SliceSender
@@ -26,33 +26,8 @@ from slipstream.runtime.members.member import Member
 from slipstream.transports.wire import HandoverDone, Message, Part, Tail, Welcome, checksum
 from slipstream.types import Rank, rank_of
 
-NEVER = 1 << 62  # drains of a peer that has finished: no wait for it
+NEVER = 1 << 62  # drains of a peer that has finished, so that nobody waits for it
 SCHEME = "slices"
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A peer has died."""
-
-    rank: Rank
-
-
-@dataclass(frozen=True, slots=True)
-class Back:
-    """A peer has come back; ``drains``: the number of drains that it counts as having made."""
-
-    rank: Rank
-    drains: int
-
-
-@dataclass(frozen=True, slots=True)
-class Applicant:
-    """A restarted worker that asks to be admitted, and its new address."""
-
-    rank: Rank
-    address: str
-    incarnation: int
-    process: int = 0
 
 
 class Weights(Protocol):
@@ -66,7 +41,7 @@ class Weights(Protocol):
         ...
 
     def whole(self) -> Floats:
-        """A copy of all weights."""
+        """Return a copy of all weights."""
         ...
 
     def clear(self) -> None:
@@ -74,8 +49,7 @@ class Weights(Protocol):
         ...
 
     def stepped(self, step: Callable[[], object], coefficient: float) -> Floats:
-        """Run ``step`` and scale its change of the weights by the coefficient; return that
-        change."""
+        """Run ``step``, scale its change of the weights, and return the scaled change."""
         ...
 
 
@@ -84,6 +58,16 @@ class GossipChannel:
 
     The training thread owns the accumulators. The receiving thread adds received partitions to the
     weights and reports, in order, which peers have died and come back.
+
+    Args:
+        rank: This worker's rank.
+        rule: The rule of partial exchange.
+        member: This worker's member, which sends and receives.
+        weights: All trained weights.
+        peers: The ranks that exchange with this one.
+        pace: Chooses the number of partitions.
+        limit_s: The longest wait.
+        incarnation: How often this worker was started again.
     """
 
     def __init__(
@@ -105,7 +89,7 @@ class GossipChannel:
         self.merged = 0  # how often a partition had to wait for the one before
         self.weights, self.pace = weights, pace
         self.links = NumberedLinks(member, incarnation)
-        self.entered = not incarnation  # whether the peers have admitted this worker
+        self.entered = not incarnation  # the peers have admitted this worker
         self._admit: Callable[[Applicant], None] = lambda applicant: None
         self.rule, self._member = rule, member
         self._limit_s = limit_s
@@ -123,7 +107,7 @@ class GossipChannel:
         self._events: list[Gone | Back | Applicant] = []
         # By peer: the steps that its partitions report; a restarted worker knows none yet.
         self._peer_steps = {} if incarnation else dict.fromkeys(peers, 0)
-        self._tails = dict.fromkeys(peers, 0)  # drains that a peer has completed
+        self._tails = dict.fromkeys(peers, 0)  # by peer: the drains that it has completed
         # ---- under its own lock, at rank 0: by restarted worker, the peers whose updates rank 0
         # still forwards to it
         self._arriving = threading.Lock()
@@ -147,7 +131,7 @@ class GossipChannel:
 
     @property
     def accumulators(self) -> list[Accumulator]:
-        """What has not been sent to peers; each accumulator needs as much memory as the model."""
+        """The values not yet sent to peers; each accumulator needs as much memory as the model."""
         return self._sender.accumulators
 
     # ---- the training thread
@@ -175,14 +159,14 @@ class GossipChannel:
         self._until(self.drained, "everybody's last updates", self._undrained)
 
     def begin_drain(self, *, final: bool = False) -> None:
-        """``final``: this worker makes no more steps."""
+        """Begin a drain; with ``final`` this worker makes no more steps."""
         self.offer()  # also applies membership events
         self._drains += 1
         self._final = final
         self._sender.start_rotation(self.pace.partitions)
 
     def drained(self) -> bool:
-        """Whether all of this worker's updates were sent, and those of all peers have arrived."""
+        """Return whether this worker's updates were sent, and those of all peers have arrived."""
         self._send_tails()
         return not self._sender.is_turning_over and not self._undrained()
 
@@ -195,21 +179,21 @@ class GossipChannel:
                 self.links.send(peer, Tail, self._drains, self._final)
 
     def poll(self) -> None:
-        """Send what is due while this worker waits for something else: peers may wait for it."""
+        """Send what is due while this worker waits for something else, as peers may wait for it."""
         self.offer()
         self._send_tails()
 
     def ready(self, tensor: int) -> None:
-        """Nothing is sent before the optimizer's step."""
+        """Do nothing: updates are sent after the optimizer's step."""
 
     def skip_round(self, tensors: Collection[int]) -> None:
-        """Nothing to do: every tensor is sent by partial exchange."""
+        """Do nothing: every tensor is sent by partial exchange."""
 
     def flush(self) -> None:
-        """Nothing to do: ``give`` takes whole updates."""
+        """Do nothing: ``give`` takes complete updates."""
 
     def refresh(self) -> None:
-        """Nothing to do: partitions are applied as they arrive."""
+        """Do nothing: partitions are applied as they arrive."""
 
     def _until(
         self, holds: Callable[[], bool], what: str, missing: Callable[[], list[str]]
@@ -223,7 +207,7 @@ class GossipChannel:
             return self.rule.may_begin(self.made, self._clocks(), self.partitions)
 
     def _clocks(self) -> dict[Rank, int]:
-        """By peer, its last known step."""
+        """Return, by peer, its last known step."""
         beats = self._member.roster.rounds
         return {
             peer: self.rule.clock(steps, beats.get(f"rank {peer}", 0), self.partitions)
@@ -241,12 +225,12 @@ class GossipChannel:
             return [f"rank {peer}" for peer, at in self._tails.items() if at < self._drains]
 
     def offer(self) -> bool:
-        """Send due partitions where the one before has left; returns whether all could be sent."""
+        """Send due partitions whose predecessor has been sent; return whether all could be sent."""
         self._apply_membership_events()
         return self._sender.offer(self.made)
 
     def account(self) -> dict[str, Any]:
-        """The predicted and the used bandwidth of the links."""
+        """Return the predicted and the used bandwidth of the links."""
         elapsed_s = time.monotonic() - self._begun_s
         return self.pace.account() | {
             "used_bytes_s": self.links.sent_bytes / elapsed_s,
@@ -256,8 +240,9 @@ class GossipChannel:
     # ---- peers that die and come back (still the training thread)
 
     def _apply_membership_events(self) -> None:
-        """A restarted worker gets rank 0's weights, and from each peer its accumulator for rank 0.
+        """Apply deaths and returns of peers.
 
+        A restarted worker gets rank 0's weights, and from each peer its accumulator for rank 0.
         Rank 0 forwards updates that were sent to it but are not in those weights. So the restarted
         worker gets every update once: in the weights, forwarded, in an accumulator for rank 0, or
         made later.
@@ -281,7 +266,7 @@ class GossipChannel:
         self._admit = admit
 
     def admit_joiners(self) -> None:
-        """On rank 0, at the end of a step: restarted workers begin with this step."""
+        """Admit restarted workers, which begin with this step; on rank 0, at the end of a step."""
         self._apply_membership_events()
         for applicant in self._applicants:
             self._readmit(applicant)
@@ -298,7 +283,7 @@ class GossipChannel:
         self._tails_sent[peer] = drains
 
     def _readmit(self, applicant: Applicant) -> None:
-        """On rank 0: admit a restarted worker, inform all peers, and send it the weights."""
+        """Admit a restarted worker, inform all peers, and send it the weights; on rank 0."""
         rank = applicant.rank
         self._forget(rank)
         self.links.open(rank)
@@ -311,7 +296,7 @@ class GossipChannel:
         self._include(rank, snapshot, self._drains)
 
     def catch_up(self, welcome: Welcome) -> None:
-        """On the restarted worker: it has rank 0's weights of ``welcome.steps`` steps."""
+        """Continue from rank 0's weights of ``welcome.steps`` steps; on the restarted worker."""
         self.made = self.step = self._member.round = welcome.steps
         self._drains = welcome.drains
         self._tails_sent = dict.fromkeys(self._tails_sent, welcome.drains)
@@ -321,12 +306,11 @@ class GossipChannel:
             self._forget(peer)
 
     def heard_of(self, peer: Rank) -> bool:
-        """Whether a whole partition of this peer has arrived."""
+        """Return whether a whole partition of this peer has arrived."""
         return peer in self._peer_steps
 
     def has_event_of(self, peer: Rank) -> bool:
-        """Whether this peer has died or come back, and the training thread has not applied it
-        yet."""
+        """Return whether a death or return of this peer is not applied yet."""
         with self._member.lock:
             return any(each.rank == peer for each in self._events)
 
@@ -341,7 +325,7 @@ class GossipChannel:
     # ---- the receiving thread
 
     def lose(self, peer: Rank) -> None:
-        """A peer has died: do not wait for it, and drop what has accumulated for it."""
+        """Do not wait for a peer that has died, and drop what has accumulated for it."""
         self.links.close(peer)
         with self._arriving:
             self._forwarding.pop(peer, None)
@@ -353,7 +337,7 @@ class GossipChannel:
             self._events.append(Gone(peer))
 
     def on_admitted(self, welcome: Welcome) -> None:
-        """On the restarted worker: events from before the admission do not count."""
+        """Drop events from before the admission; on the restarted worker."""
         with self._member.lock:
             self._events = []
             absent = sorted(self._everybody - set(welcome.peers))
@@ -367,19 +351,19 @@ class GossipChannel:
             self.links.open(peer)
 
     def _accept_incarnation(self, peer: Rank, incarnation: int, drains: int) -> None:
-        """A peer is back: its updates count from now on."""
+        """Count the updates of a peer that is back, from now on."""
         self.links.renew(peer, incarnation)
         with self._member.lock:
             self._tails[peer] = max(drains, self._tails.get(peer, 0))
 
     def expect_back(self, peer: Rank, incarnation: int, drains: int) -> None:
-        """The same; the training thread then sends the peer what it lacks."""
+        """Count them too, and let the training thread send the peer what it lacks."""
         self._accept_incarnation(peer, incarnation, drains)
         with self._member.lock:
             self._events.append(Back(peer, drains))
 
     def apply(self, applicant: Applicant) -> None:
-        """On rank 0: a restarted worker asks to be admitted; see ``admit_joiners``."""
+        """Enter a restarted worker that asks to be admitted; on rank 0. See ``admit_joiners``."""
         with self._member.lock:
             self._events.append(applicant)
 

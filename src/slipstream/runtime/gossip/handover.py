@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable
 
 from slipstream.errors import FrameRefused, LeftBehind
-from slipstream.runtime.gossip.gossip import Applicant, GossipChannel
+from slipstream.runtime.gossip.gossip import GossipChannel
+from slipstream.runtime.gossip.membership_events import Applicant
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.process.event_log import log_event
 from slipstream.transports.protocol import CONTROL

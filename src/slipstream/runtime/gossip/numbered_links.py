@@ -20,7 +20,7 @@ class NumberedLinks:
     A restarted peer has another incarnation number, and its links count from 0 again.
 
     A link is closed when its peer has died. The training thread opens it again when it has dropped
-    all that had accumulated for the dead peer; messages in between are not sent.
+    everything that had accumulated for the dead peer; messages in between are not sent.
     """
 
     def __init__(self, member: Member, incarnation: int) -> None:
@@ -30,8 +30,8 @@ class NumberedLinks:
         self._sending = threading.Lock()  # both threads send
         self._closed: set[Rank] = set()
         self._sent: Counter[Rank] = Counter()
-        self._taken: Counter[Rank] = Counter()
-        # Of peers that have sent something, or were reported as back.
+        self._num_received: Counter[Rank] = Counter()
+        # Of peers that have sent a message, or were reported as back.
         self._incarnations: dict[Rank, int] = {}
 
     def incarnation_of(self, peer: Rank) -> int:
@@ -50,7 +50,7 @@ class NumberedLinks:
         """Count from 0 again if the peer has an incarnation number that is not known yet."""
         if self._incarnations.get(peer) != incarnation:
             self._incarnations[peer] = incarnation
-            self._taken[peer] = 0
+            self._num_received[peer] = 0
 
     def send(
         self,
@@ -68,12 +68,12 @@ class NumberedLinks:
             return self._member.send(f"rank {peer}", body, frames)
 
     def sender(self, message: Message[Any], body: Part | Tail | HandoverDone) -> Rank | None:
-        """The rank of the sender, if the message is the next on its link; call ``taken`` after it.
+        """Return the sender's rank if the message is the next on its link; then call ``taken``.
 
         If a message is missing, the job ends, and the result is None.
         """
         peer = rank_of(message.sender)
-        expected = self._taken[peer]
+        expected = self._num_received[peer]
         if body.incarnation != self._incarnations.setdefault(peer, body.incarnation):
             raise FrameRefused(f"a message of {message.sender} in another incarnation")
         if body.number < expected:
@@ -84,4 +84,4 @@ class NumberedLinks:
         return peer
 
     def taken(self, peer: Rank) -> None:
-        self._taken[peer] += 1
+        self._num_received[peer] += 1

@@ -1,4 +1,4 @@
-"""Measures step times and link rates, and computes the number of partitions from them."""
+"""The number of partitions, computed from measured step times and link rates."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ CALM_LOOKS = 15  # without a delay, before a higher rate is tried
 MOST_LOOKS = 240
 LEAST_LEFT = 0.1  # smallest share of the known rate after one measurement
 A_LITTLE_MORE = 1.3  # factor of a trial; enough to change p
-NO_STEP = 5.0  # times the median: the worker did something else, such as an evaluation
+NO_STEP = 5.0  # times the median: the worker was not training, but evaluating, say
 
 
 class Pace:
-    """Returns p after every step; a given p does not change.
+    """A rule that returns p after every step; a given p does not change.
 
     The rate is the bytes acknowledged on all links divided by the time that the busiest link was
     busy: the links share this host's connection. A higher rate than before counts only if that link
-        was busy
-    for long: short transfers pass a shaper's bucket at full speed. A lower rate counts only if
-    partitions had to wait. So when none has waited for long, a slightly higher rate is tried;
-    again soon if that succeeds, and later if not.
+    was busy for long, since short transfers pass a shaper's bucket at full speed. A lower rate
+    counts only if partitions had to wait. So when none has waited for long, a slightly higher rate
+    is tried; again soon if that succeeds, and later if not.
+
+    Args:
+        rule: The rule of partial exchange.
+        model_bytes: The bytes of the trained weights.
+        peers: The names of the peers.
+        bytes_s: The rate of a link, until it is measured.
+        transport: The transport, which counts what has arrived.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -41,8 +48,8 @@ class Pace:
         transport: Transport,
         clock: Callable[[], float],
     ) -> None:
-        self.load: Load | None = None  # the last measured one
-        self._basis: Load | None = None  # the one from which p was computed
+        self.load: Load | None = None  # the last measured load
+        self._basis: Load | None = None  # the load from which p was computed
         self._rule, self._model_bytes, self.bytes_s = rule, model_bytes, bytes_s
         self._peers = list(peers)
         self._transport, self._clock = transport, clock
@@ -50,19 +57,18 @@ class Pace:
         self.partitions = rule.partitions or max(1, len(peers))
         self._begun_s = self._stepped_s = clock()
         self._steps_s: list[float] = []  # duration of each, without waiting
-        self._held_up = False
+        self._has_waited = False
         self._calm = 0  # measurements in which no partition had to wait
         self._patience = CALM_LOOKS
         self._trying = False
         self._before = self._delivered()
 
-    def stepped(self, waited_s: float, held_up: bool) -> int:
-        """After a step: how long it waited for peers, and whether partitions had to wait; returns
-        p."""
+    def stepped(self, waited_s: float, has_waited: bool) -> int:
+        """Record a step's wait for peers, and whether partitions had to wait; return p."""
         now = self._clock()
         self._steps_s.append(max(0.0, now - self._stepped_s - waited_s))
         self._stepped_s = now
-        self._held_up = self._held_up or held_up
+        self._has_waited = self._has_waited or has_waited
         elapsed_s = now - self._begun_s
         if len(self._steps_s) >= LOOK_STEPS and elapsed_s >= (TICK_S if self.load else 0.0):
             self._look(elapsed_s)
@@ -91,28 +97,28 @@ class Pace:
             if self._rule.partitions is None:
                 # A partition has at least one value.
                 self.partitions = min(self.load.partitions(), max(1, self._model_bytes // 4))
-        self._begun_s, self._steps_s, self._held_up = self._clock(), [], False
+        self._begun_s, self._steps_s, self._has_waited = self._clock(), [], False
 
     def _listen(self, elapsed_s: float) -> None:
         """Update the rate from the transfers since the last measurement."""
         now = self._delivered()
-        moved = [
+        transfers = [
             (now[peer][0] - nbytes, now[peer][1] - seconds)
             for peer, (nbytes, seconds) in self._before.items()
-            if now[peer][0] >= nbytes  # else it is a new connection
+            if now[peer][0] >= nbytes  # otherwise it is a new connection
         ]
         self._before = now
-        nbytes, busy_s = sum(n for n, _ in moved), max((s for _, s in moved), default=0.0)
-        seen = nbytes / busy_s if busy_s > 0 else 0.0
-        self._calm = 0 if self._held_up else self._calm + 1
+        nbytes, busy_s = sum(n for n, _ in transfers), max((s for _, s in transfers), default=0.0)
+        measured = nbytes / busy_s if busy_s > 0 else 0.0
+        self._calm = 0 if self._has_waited else self._calm + 1
         before = self.bytes_s
         share = busy_s / elapsed_s
-        if (self._held_up and share > FULL_TIME) or (seen > self.bytes_s and share > BUSY):
+        if (self._has_waited and share > FULL_TIME) or (measured > self.bytes_s and share > BUSY):
             # A link that stopped for a while has not become slow for ever.
-            self.bytes_s = max(seen, self.bytes_s * LEAST_LEFT)
-        if self._held_up and self._trying:
+            self.bytes_s = max(measured, self.bytes_s * LEAST_LEFT)
+        if self._has_waited and self._trying:
             self._patience, self._trying = min(2 * self._patience, MOST_LOOKS), False
-        elif self._held_up:
+        elif self._has_waited:
             self._patience = CALM_LOOKS if narrowed(before, self.bytes_s) else self._patience
         elif self._calm >= (1 if self._trying else self._patience) and self.partitions > 1:
             self.bytes_s *= A_LITTLE_MORE
@@ -133,7 +139,7 @@ class Pace:
 
 
 def usual_s(durations_s: Sequence[float]) -> float:
-    """The mean of the durations, without outliers that were more than a step."""
+    """Return the mean of the durations, without outliers that were more than a step."""
     most_s = NO_STEP * median(durations_s)
     return fmean(each for each in durations_s if each <= most_s)
 

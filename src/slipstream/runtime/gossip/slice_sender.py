@@ -1,4 +1,4 @@
-"""Sends one worker's partitions to its peers: each is sent when the one before has left.
+"""The sender of one worker's partitions: each is sent when the one before has been sent.
 
 So on a slow link updates accumulate, and no queue grows.
 """
@@ -28,13 +28,15 @@ MESSAGE_VALUES = 1 << 18
 
 
 class SliceSender:
-    """What has accumulated for peers, and how it is sent; used by the training thread only.
+    """The updates accumulated for peers, and their sending; used by the training thread only.
 
     Args:
+        rank: This worker's rank.
         rule: The rule of partial exchange.
         partitions: p, until ``start_rotation`` changes it.
         peers: The receivers of updates.
-        numel: How many weights there are.
+        numel: The number of weights.
+        links: The links to the peers.
     """
 
     def __init__(
@@ -48,55 +50,59 @@ class SliceSender:
     ) -> None:
         self.peers = set(peers)
         self._rank, self._rule, self._numel, self._links = rank, rule, numel, links
-        self._owed = self._accumulators(partitions)
-        self._left_over: list[Accumulator] = []  # of the old rotation
-        self._leaving: defaultdict[Rank, list[Ticket]] = defaultdict(list)
+        self._unsent = self._accumulators(partitions)
+        self._old_accumulators: list[Accumulator] = []  # of the old rotation
+        self._in_flight: defaultdict[Rank, list[Ticket]] = defaultdict(list)
 
     @property
     def partitions(self) -> int:
-        return self._owed.rotation.partitions
+        return self._unsent.rotation.partitions
 
     @property
     def accumulators(self) -> list[Accumulator]:
-        """Each needs as much memory as the model."""
-        return self._left_over + self._owed.accumulators
+        """The accumulators, each of which needs as much memory as the model."""
+        return self._old_accumulators + self._unsent.accumulators
 
     @property
     def is_turning_over(self) -> bool:
-        """Whether something of the old rotation has not been sent yet."""
-        return bool(self._left_over)
+        """True if something of the old rotation has not been sent yet."""
+        return bool(self._old_accumulators)
 
     def _accumulators(self, partitions: int) -> PeerAccumulators:
         rotation = Rotation(partitions, self._rule.same_for_all)
         return PeerAccumulators(rotation, self._rank, self.peers, self._numel)
 
     def add(self, update: Floats) -> None:
-        self._owed.add(update)
+        self._unsent.add(update)
 
     def start_rotation(self, partitions: int) -> None:
-        """All that has accumulated will be sent; new updates go into new accumulators."""
-        self._left_over += self._owed.accumulators
-        self._owed = self._accumulators(partitions)
+        """Begin new accumulators for new updates; everything in the old ones will be sent."""
+        self._old_accumulators += self._unsent.accumulators
+        self._unsent = self._accumulators(partitions)
 
     def offer(self, step: int) -> bool:
-        """Send due partitions where the one before has left.
+        """Send due partitions whose predecessor has been sent.
 
         Returns:
-            Whether everything that is due could be sent.
+            True if everything that is due could be sent.
         """
-        for left in [left for left in self._left_over if self._is_free(left.peers)]:
-            self._send(left.peers, step, 0, left.residual.values)
-            self._left_over.remove(left)
-        due = [each for each in self._owed.accumulators if each.fresh]
+        for accumulator in [
+            accumulator
+            for accumulator in self._old_accumulators
+            if self._is_free(accumulator.peers)
+        ]:
+            self._send(accumulator.peers, step, 0, accumulator.residual.values)
+            self._old_accumulators.remove(accumulator)
+        due = [each for each in self._unsent.accumulators if each.fresh]
         free = [each for each in due if self._is_free(each.peers)]
         for each in free:
-            self._send(each.peers, step, *self._owed.take(each, self._rule.held_back))
-        return len(free) == len(due) and not self._left_over
+            self._send(each.peers, step, *self._unsent.take(each, self._rule.held_back))
+        return len(free) == len(due) and not self._old_accumulators
 
     def _is_free(self, peers: Collection[Rank]) -> bool:
         for peer in peers:
-            self._leaving[peer] = [t for t in self._leaving[peer] if not t.done]
-        return not any(self._leaving[peer] for peer in peers)
+            self._in_flight[peer] = [t for t in self._in_flight[peer] if not t.done]
+        return not any(self._in_flight[peer] for peer in peers)
 
     def _send(self, peers: Collection[Rank], step: int, start: int, values: Floats) -> None:
         # An empty partition (fewer weights than partitions) is sent, too: it carries the step.
@@ -110,12 +116,12 @@ class SliceSender:
                 fields = (step, start + offset, last, crc, len(numbers) * is_packed)
                 ticket = self._links.send(peer, Part, *fields, frames=[piece])
                 if ticket is not None:
-                    self._leaving[peer].append(ticket)
+                    self._in_flight[peer].append(ticket)
 
     # ---- peers that die and come back
 
     def owed_to(self, peer: Rank) -> Floats:
-        """A copy of all that has not been sent to a peer yet."""
+        """Return a copy of everything that has not been sent to a peer yet."""
         owed = Residual.zeros(self._numel)
         for each in self.accumulators:
             if peer in each.peers:
@@ -123,14 +129,14 @@ class SliceSender:
         return owed.values
 
     def include(self, peer: Rank, values: Floats) -> None:
-        """A peer is back, and gets these values first."""
+        """Include a peer that is back; these values are sent to it first."""
         self.peers.add(peer)
-        self._left_over.append(Accumulator(0, {peer}, Residual(values)))
-        self._owed.include(peer)
+        self._old_accumulators.append(Accumulator(0, {peer}, Residual(values)))
+        self._unsent.include(peer)
 
     def forget(self, peer: Rank) -> None:
-        """A peer has died: drop what has not been sent to it."""
+        """Drop what has not been sent to a peer that has died."""
         self.peers.discard(peer)
-        self._leaving[peer].clear()
-        self._owed.forget(peer)
-        self._left_over = without(self._left_over, peer)
+        self._in_flight[peer].clear()
+        self._unsent.forget(peer)
+        self._old_accumulators = without(self._old_accumulators, peer)

@@ -1,1 +1,1 @@
-"""Two levels, inside a host: workers sum in shared memory, and one of them speaks for all."""
+"""Two levels, inside a host: workers sum in shared memory, and one of them represents all."""

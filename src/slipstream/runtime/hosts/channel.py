@@ -1,4 +1,4 @@
-"""What the channels of a host's workers share, whether a worker speaks for the host or not."""
+"""The part common to the channels of a host's workers, leader or not."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ AddGradient = Callable[[int, Values], None]
 class HostChannel:
     """A worker's rounds within its host.
 
-    All workers of a host make the same rounds, which count from 0; hosts may count rounds among
-    themselves in another way. The sum of a round takes the place of the last result, so a worker
-    contributes to a tensor when it has taken that.
+    All workers of a host make the same rounds, which count from 0; hosts may count rounds between
+    themselves in another way. The sum of a round overwrites the last result, so a worker
+    contributes to a tensor after it has taken that result.
 
     Args:
-        worker: The worker's number on the host; 0 speaks for it.
-        layers: Those that may travel in compact form.
+        worker: The worker's number on the host; 0 represents it.
+        memory: The memory that the host's workers share.
+        member: This worker's endpoint.
+        limit_s: The longest wait.
+        layers: The layers that may be sent in compact form.
         settings: The optimizer's settings, which are sent with a round; None if none are.
     """
 
-    takes_early = False  # the rows of a host leave together
+    takes_early = False  # the rows of a host are sent together
     takes_encoded = False  # and are encoded together
 
     def __init__(
@@ -48,11 +51,11 @@ class HostChannel:
         self._member, self._limit_s = member, limit_s
         self._layers = layers
         self._settings = settings
-        self._travelling: Collection[int] | None = None  # layers in compact form; None: all
+        self._compact_units: Collection[int] | None = None  # layers in compact form; None: all
         self._buffers = SendBuffers()
         self._skipped: Collection[int] = ()
         self._round = 0
-        self._fired: set[int] = set()
+        self._ready_tensors: set[int] = set()
 
     def _settings_number(self) -> int:
         """Return a number that is equal for equal settings."""
@@ -60,12 +63,12 @@ class HostChannel:
         return 0 if settings is None else zlib.crc32(msgspec.msgpack.encode(settings))
 
     def _refuse_second(self, tensor: int) -> None:
-        if tensor in self._fired:
+        if tensor in self._ready_tensors:
             raise completed_twice(self._memory.specs[tensor].name)
 
-    def _unfired(self) -> list[int]:
-        """Tensors that are not ready, and take part in this round."""
-        others = {*self._fired, *self._skipped}
+    def _unready_tensors(self) -> list[int]:
+        """Return the tensors that are not ready, and take part in this round."""
+        others = {*self._ready_tensors, *self._skipped}
         return [tensor for tensor in range(len(self._memory.specs)) if tensor not in others]
 
     def skip_round(self, tensors: Collection[int]) -> None:
@@ -74,13 +77,13 @@ class HostChannel:
     # ---- layers in compact form; implements ``LayerChannel``
 
     def travel_compact(self, units: Collection[int]) -> None:
-        self._travelling = units
+        self._compact_units = units
 
     def buffer(self, unit: int, place: int, nbytes: int) -> Loan:
         return self._buffers.take((unit, place), nbytes)
 
     def early(self, unit: int, matrix: Matrix, loan: Loan) -> int:
-        raise RuntimeFault("the rows of a host leave together")
+        raise RuntimeFault("the rows of a host are sent together")
 
     def early_round(self, unit: int) -> int | None:
         return None
@@ -88,12 +91,12 @@ class HostChannel:
     def ready_layer(
         self, unit: int, matrices: Sequence[tuple[Matrix, Loan]] | None, *, early: bool = False
     ) -> None:
-        """A layer's contribution to this round is final; None: the worker did not use it."""
+        """Fix a layer's contribution to this round; None: the worker did not use the layer."""
         raise NotImplementedError
 
     def _flush_layers(self, captured: Collection[int]) -> None:
-        """Layers that no pass has used contribute nothing."""
+        """Contribute nothing to layers that no pass has used."""
         for unit in self._layers.units if self._layers is not None else ():
-            travels = self._travelling is None or unit in self._travelling
-            if travels and unit not in captured:
+            is_compact = self._compact_units is None or unit in self._compact_units
+            if is_compact and unit not in captured:
                 self.ready_layer(unit, None)

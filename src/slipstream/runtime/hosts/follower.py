@@ -1,4 +1,4 @@
-"""The other workers of a host: contribute to the host's sum, and take its result."""
+"""The channel of a host's other workers: contribute to the host's sum, and take its result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from slipstream.types import Settings
 
 
 class HostFollower(HostChannel):
-    """All tensors of a plan, at a worker for which another one speaks; implements ``Channel``.
+    """All tensors of a plan, at a worker that another one represents; implements ``Channel``.
 
     Args:
         worker: Its number on the host, 1 or more.
-        layers: Those that may travel in compact form.
-        add: Adds the gradient of such a layer to this worker's; None: what comes back is written.
+        memory: The memory that the host's workers share.
+        slots: This worker's own tensors.
+        member: This worker's endpoint.
+        limit_s: The longest wait.
+        layers: The layers that may be sent in compact form.
+        add: Adds the gradient of such a layer to this worker's; None: results are written.
         settings: The optimizer's settings, which are sent with a round; None if none are.
     """
 
@@ -44,17 +48,20 @@ class HostFollower(HostChannel):
         self._added: set[int] = set()  # tensors whose last contribution was in compact form
         self.step = 0
         self.wait_s = 0.0
-        self.sent: Counter[str] = Counter()  # nothing leaves the host from here
+        self.sent: Counter[str] = Counter()  # stays empty: only the leader sends to other hosts
         self.received: Counter[str] = Counter()
-        self._awaited: dict[int, int] = {}  # by tensor: the round whose result was not taken yet
-        self._noted_for = -1
-        self._told_round = 0
+        self._rounds_awaited: dict[
+            int, int
+        ] = {}  # by tensor: the round whose result it has not taken yet
+        self._noted_round = -1
+        self._next_round = 0
 
     def ready(self, tensor: int) -> None:
         self._refuse_second(tensor)
-        # The host sums into the memory in which its results are: this one's turn to have read it.
+        # The host sums into the memory of its results, so this worker must have read its result
+        # first.
         self.wait([tensor])
-        self._fired.add(tensor)
+        self._ready_tensors.add(tensor)
         self._added.discard(tensor)
         values = self._slots.source(tensor)
         if values is not None:
@@ -63,8 +70,8 @@ class HostFollower(HostChannel):
 
     def _publish(self, tensor: int, present: bool) -> None:
         board = self._memory.board
-        if self._noted_for != self._round:
-            self._noted_for = self._round
+        if self._noted_round != self._round:
+            self._noted_round = self._round
             board.note(self.rank, self._round, self._settings_number())
         board.publish(self.rank, tensor, self._round, present, self.step)
 
@@ -77,7 +84,7 @@ class HostFollower(HostChannel):
             raise completed_twice(layer.name)
         self.wait(tensors)
         self._captured.add(unit)
-        self._fired.update(tensors)
+        self._ready_tensors.update(tensors)
         if self._add is not None:
             self._added.update(tensors)
         if matrices is not None:
@@ -86,26 +93,26 @@ class HostFollower(HostChannel):
                 loan.release()
         if layer.bias is not None:
             self._publish(layer.bias, False)
-        self._publish(layer.weight, matrices is not None)  # the last: it stands for all
+        self._publish(layer.weight, matrices is not None)  # last, since it stands for all
 
     # ---- rounds
 
     def flush(self) -> None:
         self._flush_layers(self._captured)
-        for tensor in self._unfired():
+        for tensor in self._unready_tensors():
             self.ready(tensor)
-        self._awaited.update(dict.fromkeys(self._fired, self._round))
-        self._fired.clear()
+        self._rounds_awaited.update(dict.fromkeys(self._ready_tensors, self._round))
+        self._ready_tensors.clear()
         self._captured.clear()
         self._round += 1
         self._member.round = max(self._member.round, self._round, self.step + 1)
 
     def wait(self, tensors: Iterable[int] | None = None) -> None:
-        begun = time.monotonic()
-        wanted = set(self._awaited if tensors is None else tensors)
-        while wanted := wanted & self._awaited.keys():
+        start = time.monotonic()
+        wanted = set(self._rounds_awaited if tensors is None else tensors)
+        while wanted := wanted & self._rounds_awaited.keys():
             self._wait_until(lambda wanted=wanted: self._take(wanted))  # type: ignore[misc]
-        self.wait_s += time.monotonic() - begun
+        self.wait_s += time.monotonic() - start
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:
         self._memory.wait(
@@ -118,45 +125,45 @@ class HostFollower(HostChannel):
         )
 
     def _take(self, wanted: Iterable[int]) -> bool:
-        """Take the results that are there; whether any is."""
-        found = False
+        """Take the results that have arrived; return whether there is any."""
+        has_arrived = False
         for tensor in sorted(wanted):
-            present = self._memory.board.result(tensor, self._awaited[tensor])
+            present = self._memory.board.result(tensor, self._rounds_awaited[tensor])
             if present is None:
                 continue
-            found = True
-            del self._awaited[tensor]
+            has_arrived = True
+            del self._rounds_awaited[tensor]
             if present and self._add is not None and tensor in self._added:
                 self._add(tensor, self._memory.place(0, tensor))
             elif present:
                 self._slots.sink(tensor).data[:] = self._memory.place(0, tensor).data
                 self._slots.finish(tensor)
-        return found
+        return has_arrived
 
     def refresh(self) -> None:
-        self._take(list(self._awaited))
+        self._take(list(self._rounds_awaited))
 
     # ---- where hosts may miss rounds
 
     @property
     def told_round(self) -> int:
-        """The open round of hosts, as far as this worker was told."""
-        self._hear()
-        return self._told_round
+        """The open round of hosts, as far as this worker knows."""
+        self._read_next_round()
+        return self._next_round
 
     def open_round(self) -> int:
-        """The round that this worker's host makes next; waits until it is known."""
-        begun = time.monotonic()
-        self._wait_until(self._hear)
-        self.wait_s += time.monotonic() - begun
-        return self._told_round
+        """Return the round that this worker's host makes next; wait until it is known."""
+        start = time.monotonic()
+        self._wait_until(self._read_next_round)
+        self.wait_s += time.monotonic() - start
+        return self._next_round
 
-    def _hear(self) -> bool:
-        """Whether the worker that speaks for the host has said what comes after the last round."""
+    def _read_next_round(self) -> bool:
+        """Return whether the leader has published the round after the last one; read its number."""
         board, last = self._memory.board, self._round - 1
         if last < 0:
             return True
         if board.published(0, 0, last) is None:
             return False
-        self._told_round = board.noted(0, last)
+        self._next_round = board.noted(0, last)
         return True

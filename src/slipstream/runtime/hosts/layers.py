@@ -1,4 +1,4 @@
-"""Layers whose gradients travel as factors or rows: the rows of a host's workers, stacked once."""
+"""Layers sent as factors or rows: the rows of a host's workers, stacked once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADER = struct.Struct("<QBQB")  # rows and a number for the dtype, of two matri
 
 
 class HostLayers:
-    """What the workers of a host have captured of a plan's layers."""
+    """The factors and rows that the workers of a host have captured, by layer of a plan."""
 
     def __init__(self, plan: Plan, memory: HostMemory) -> None:
         self._memory, self._scratch = memory, Scratch()
@@ -53,10 +53,10 @@ class HostLayers:
         return codec
 
     def write(self, worker: int, unit: int, matrices: Sequence[Matrix]) -> None:
-        """Put a worker's two matrices where worker 0 finds them.
+        """Put a worker's two matrices where worker 0 reads them.
 
         Raises:
-            RuntimeFault: There are more rows than there is room for.
+            RuntimeFault: The rows are larger than the memory for them.
         """
         place = self._memory.matrices(worker, self._numbers[unit])
         needed = HEADER.size + sum(matrix.data.nbytes for matrix in matrices)
@@ -75,16 +75,16 @@ class HostLayers:
             at += matrix.data.nbytes
 
     def read(self, worker: int, unit: int) -> tuple[Matrix, Matrix]:
-        """What ``write`` has put there."""
+        """Return the two matrices that ``write`` has put there."""
         place = self._memory.matrices(worker, self._numbers[unit])
         rows, kind, others, other_kind = HEADER.unpack_from(place)
-        at, found = HEADER.size, []
+        at, matrices = HEADER.size, []
         wanted = self.codec(unit).matrices(self.layer(unit))
         for count, code, form in zip((rows, others), (kind, other_kind), wanted, strict=True):
             nbytes = count * form.width * BYTES[DTYPES[code]]
-            found.append(Matrix(count, place[at : at + nbytes], DTYPES[code]))
+            matrices.append(Matrix(count, place[at : at + nbytes], DTYPES[code]))
             at += nbytes
-        return found[0], found[1]
+        return matrices[0], matrices[1]
 
     def stacked(
         self,
@@ -94,21 +94,21 @@ class HostLayers:
         links: LayerChannel,
         share: float,
     ) -> list[tuple[Matrix, Loan]] | None:
-        """All rows of the host, in rank order, as they travel; None if it has none.
+        """Return all rows of the host, in rank order, as they are sent; None if it has none.
 
         Args:
             own: Worker 0's matrices.
-            links: The channel that will send them; it lends the memory.
+            links: The channel that will send them; it provides the memory.
             share: See ``HostMemory.aggregate``; the second matrix is divided by it.
         """
         layer, board = self.layer(unit), self._memory.board
-        given = [] if own is None else [tuple(own)]
+        by_worker = [] if own is None else [tuple(own)]
         for worker in range(1, len(self._memory.ranks)):
             if board.published(worker, layer.weight, round_):
-                given.append(self.read(worker, unit))
-        if not given:
+                by_worker.append(self.read(worker, unit))
+        if not by_worker:
             return None
-        firsts, seconds = ([matrices[place] for matrices in given] for place in (0, 1))
+        firsts, seconds = ([matrices[place] for matrices in by_worker] for place in (0, 1))
         return [
             self._encoded(unit, 0, firsts, links, 1.0),
             self._encoded(unit, 1, seconds, links, share),
@@ -117,23 +117,23 @@ class HostLayers:
     def _encoded(
         self, unit: int, place: int, parts: Sequence[Matrix], links: LayerChannel, divisor: float
     ) -> tuple[Matrix, Loan]:
-        """Stack, divide and encode one matrix: it is rounded once, however it travels."""
+        """Stack, divide and encode one matrix: it is rounded once, whatever its precision."""
         codec, width = self.codec(unit), self.codec(unit).matrices(self.layer(unit))[place].width
         rows, dtype = sum(part.rows for part in parts), parts[0].dtype
         wire = codec.wire_dtype(dtype, place)
         loan = links.buffer(unit, place, matrix_nbytes(rows * width, wire))
         out = np.asarray(loan.data)
-        held = "float32" if wire in FEW_BITS else dtype  # what kernels quantise
-        memory: Scratch = Lent(out) if wire == held else self._scratch
-        told = [(part.rows, part.dtype, [part.data]) for part in parts]
-        whole = stack(told, width, held, memory, place)
+        stacked_as = "float32" if wire in FEW_BITS else dtype  # the type that kernels quantise
+        memory: Scratch = Lent(out) if wire == stacked_as else self._scratch
+        matrices = [(part.rows, part.dtype, [part.data]) for part in parts]
+        whole = stack(matrices, width, stacked_as, memory, place)
         if wire in FEW_BITS:
             if divisor != 1.0 and rows:
-                mean_into(whole.data, [whole.data], held, divisor)
+                mean_into(whole.data, [whole.data], stacked_as, divisor)
             chance = codec.chance(links.rank, links.step, unit, place)
             quantize(out, whole.data, wire, chance)
-        elif rows and (wire != held or divisor != 1.0):
-            mean_into(out, [whole.data], held, divisor, out_dtype=wire)
+        elif rows and (wire != stacked_as or divisor != 1.0):
+            mean_into(out, [whole.data], stacked_as, divisor, out_dtype=wire)
         return Matrix(rows, out, wire), loan
 
 

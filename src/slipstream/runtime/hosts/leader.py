@@ -1,5 +1,5 @@
-"""The worker that speaks for its host: sums what the host's workers contribute, exchanges the sum
-with other hosts, and hands the result on."""
+"""The leader's channel: the worker that represents its host sums the workers' contributions,
+exchanges the sum with other hosts, and passes the result on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.runtime.hosts.memory import HostMemory
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.types import Settings, Values
 
-STEPS = 1 << 15  # that words of the board tell apart
+STEPS = 1 << 15  # that a word of the board can distinguish
 
 
 class MissedRounds(Protocol):
@@ -33,7 +33,7 @@ class MissedRounds(Protocol):
         ...
 
     def open_round(self) -> int:
-        """The round that this host makes next; waits until it is known."""
+        """Return the round that this host makes next; wait until it is known."""
         ...
 
 
@@ -41,16 +41,17 @@ class HostSlots:
     """The host's tensors, as the channels between hosts see them; implements ``Slots``.
 
     Args:
+        memory: The memory that the host's workers share.
         own: This worker's own tensors.
         share: See ``HostMemory.aggregate``.
-        divisors: By tensor: what divides its sum instead of ``share``.
-        add: Adds the gradient of a layer that travelled in compact form to this worker's; None:
-            what comes back is written.
-        is_whole: Whether all of a tensor's result is there. Channels whose results are weights say
-            so of each of its chunks.
+        divisors: By tensor: the divisor of its sum instead of ``share``.
+        add: Adds the gradient of a layer that was sent in compact form to this worker's; None:
+            results are written.
+        is_whole: Returns whether a tensor's result is complete. Results that are weights arrive
+            chunk by chunk.
 
     Attributes:
-        before_result: Called with a round before the first of its results is handed on.
+        before_result: Called with a round before the first of its results is passed on.
     """
 
     def __init__(
@@ -66,13 +67,15 @@ class HostSlots:
         self._is_whole = is_whole
         self.before_result: Callable[[int], None] = lambda round_: None
         self._own, self._add = own, add
-        self._added: set[int] = set()  # tensors of layers that travel in compact form in this round
-        self._filled: set[int] = set()  # tensors of which the host's place holds something
+        self._added: set[int] = (
+            set()
+        )  # tensors of layers that are sent in compact form in this round
+        self._filled: set[int] = set()  # tensors with a value in the host's segment
         self._weights: dict[int, int] = {}  # by tensor: the workers that contributed to it
-        self._unfinished: dict[int, int] = {}  # by tensor that has left: its round
+        self._unfinished: dict[int, int] = {}  # by tensor that was sent: its round
 
     def aggregate(self, tensor: int, round_: int) -> None:
-        """All workers of the host have contributed."""
+        """Sum a tensor to which all workers of the host have contributed."""
         self._open(tensor, round_)
         own = self._own.source(tensor)
         divisor = self._divisors.get(tensor, self.share)
@@ -81,7 +84,7 @@ class HostSlots:
             self._filled.add(tensor)
 
     def open_layer(self, tensors: Iterable[int], round_: int) -> None:
-        """These travel in compact form in this round: their result is added to gradients."""
+        """Open the tensors of a layer in compact form: their result is added to gradients."""
         for tensor in tensors:
             self._open(tensor, round_)
             if self._add is not None:
@@ -93,35 +96,35 @@ class HostSlots:
         self._unfinished[tensor] = round_
 
     def is_open(self, tensor: int) -> bool:
-        """Whether the tensor has left, and its result was not handed on yet."""
+        """Return whether the tensor was sent, and its result was not passed on yet."""
         return tensor in self._unfinished
 
     def source(self, tensor: int) -> Values | None:
-        """What the host contributes."""
+        """Return the host's contribution."""
         return self.memory.place(0, tensor) if tensor in self._filled else None
 
     def weight(self, tensor: int) -> int:
-        """How many workers a buffer's sum is of; a parameter's is divided by all, and counts 1."""
+        """Return the averaging weight of a sum: of a buffer, how many workers it is of; else 1."""
         is_parameter = self.memory.specs[tensor].role == "parameter"
         return 1 if is_parameter else max(1, self._weights[tensor])
 
     def drop(self, tensor: int) -> None:
-        """The host contributes nothing after all."""
+        """Withdraw the host's contribution."""
         self._filled.discard(tensor)
 
     def sink(self, tensor: int) -> Values:
-        """Where the result goes; it need not be written to if it is where the source was."""
+        """Return the memory for the result; it may already contain it, as the source does."""
         self._filled.add(tensor)
         return self.memory.place(0, tensor)
 
     def finish(self, tensor: int) -> None:
-        """The result is there, if there is any: hand it on. Nothing if that is done already."""
+        """Pass a result on, if it has arrived; do nothing if that was done already."""
         if tensor not in self._unfinished or not self._is_whole(tensor):
             return
         round_ = self._unfinished.pop(tensor)
         self.before_result(round_)
         present = tensor in self._filled
-        # The others first: they copy while this worker does.
+        # Other workers first: they copy while this worker does.
         self.memory.board.publish_result(tensor, round_, present)
         if present and self._add is not None and tensor in self._added:
             self._add(tensor, self.memory.place(0, tensor))
@@ -131,16 +134,18 @@ class HostSlots:
 
 
 class HostLeader(HostChannel):
-    """All tensors of a plan, at the worker that speaks for its host; implements ``Channel``.
+    """All tensors of a plan, at the worker that represents its host; implements ``Channel``.
 
-    A tensor leaves when it is ready on all workers of the host. That is looked at whenever one
+    A tensor is sent when it is ready on all workers of the host. This is checked whenever a tensor
     becomes ready here, and waited for when the round is complete here.
 
     Args:
         slots: The host's tensors; ``between`` exchanges them.
         between: The channels to other hosts.
-        layers: Those that may travel in compact form, and the channel on which they do.
-        rounds: Where hosts may miss rounds: what tells which one is open.
+        member: This worker's endpoint.
+        limit_s: The longest wait.
+        layers: The layers that may be sent in compact form, and the channel that sends them.
+        rounds: The channel that knows the open round, if hosts may miss rounds.
         settings: The optimizer's settings, which are sent with a round; None if none are.
     """
 
@@ -161,9 +166,9 @@ class HostLeader(HostChannel):
         self._slots, self._rounds = slots, rounds
         self._between = Driver(between)
         self._tensors = range(len(slots.memory.specs))
-        slots.before_result = self._tell_round
-        self._told_of = -1  # the last round of which the others know what comes after it
-        self._waiting: list[int] = []  # ready here, and not on all workers of the host
+        slots.before_result = self._publish_round
+        self._published_for = -1  # the last round after which the others know the next one
+        self._waiting: list[int] = []  # tensors ready here, and not on all workers of the host
         self._waited_s = 0.0
 
     # ---- figures
@@ -196,13 +201,13 @@ class HostLeader(HostChannel):
         self._pass_on()
 
     def _begin(self, tensors: Sequence[int]) -> None:
-        """These are ready here. The sum takes the place of the last result: that is handed on."""
+        """Begin tensors that are ready here; pass on their last results, which sums overwrite."""
         self.wait([tensor for tensor in tensors if self._slots.is_open(tensor)])
-        self._fired.update(tensors)
+        self._ready_tensors.update(tensors)
         self._waiting += tensors
 
     def _pass_on(self) -> bool:
-        """Let tensors leave that are ready on all workers of the host; whether any was."""
+        """Send tensors that are ready on all workers of the host; return whether any is."""
         arrived = self._memory.board.arrived(self._round, self._waiting)
         for tensor in arrived:
             self._waiting.remove(tensor)
@@ -237,10 +242,10 @@ class HostLeader(HostChannel):
         self._pass_on()
 
     def _pass_on_layer(self, tensor: int, layers: HostLayers) -> None:
-        """All workers of the host have captured this tensor's layer."""
+        """Send a layer that all workers of the host have captured."""
         unit = layers.unit_of[tensor]
         if tensor != layers.layer(unit).weight:
-            return  # all of a layer is with its weight
+            return  # a layer is sent with its weight
         assert self._links is not None
         self._slots.open_layer(layers.units[unit].tensors, self._round)
         own = self._captured[unit]
@@ -253,20 +258,20 @@ class HostLeader(HostChannel):
     # ---- rounds
 
     def flush(self) -> None:
-        # After a checkpoint, rounds restart at 0; all workers of a job must count alike.
+        # After a checkpoint, rounds restart at 0; all workers of a job must count in the same way.
         self._member.round = max(self._member.round, self._round + 1, self.step + 1)
         self._flush_layers(self._captured)
-        for tensor in self._unfired():
+        for tensor in self._unready_tensors():
             self._begin([tensor])
         self._await_host()
         self._agree_on_settings()
         self._between.flush()
-        self._fired.clear()
+        self._ready_tensors.clear()
         self._captured.clear()
         self._round += 1
 
     def _await_host(self) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         while self._waiting:
             self._memory.wait(
                 self._pass_on,
@@ -276,7 +281,7 @@ class HostLeader(HostChannel):
                 limit_s=self._limit_s,
                 missing=lambda: self._memory.behind(self._round, self._waiting),
             )
-        self._waited_s += time.monotonic() - begun
+        self._waited_s += time.monotonic() - start
 
     @property
     def _others(self) -> range:
@@ -287,8 +292,10 @@ class HostLeader(HostChannel):
         ahead = [(board.step(worker, tensor) - self.step) % STEPS for worker in self._others]
         if any(ahead):
             steps = [a if a < STEPS // 2 else a - STEPS for a in (0, *ahead)]
-            told = (f"rank {r} at step {self.step + s}" for r, s in zip(ranks, steps, strict=True))
-            raise different_steps(told)
+            steps_by_rank = (
+                f"rank {r} at step {self.step + s}" for r, s in zip(ranks, steps, strict=True)
+            )
+            raise different_steps(steps_by_rank)
 
     def _agree_on_settings(self) -> None:
         own, board = self._settings_number(), self._memory.board
@@ -303,16 +310,16 @@ class HostLeader(HostChannel):
         return 0 if self._rounds is None else self._rounds.told_round
 
     def open_round(self) -> int:
-        """The round that this host makes next; waits until it is known."""
-        found = 0 if self._rounds is None else self._rounds.open_round()
+        """Return the round that this host makes next; wait until it is known."""
+        round_ = 0 if self._rounds is None else self._rounds.open_round()
         if self._round:
-            self._tell_round(self._round - 1)
-        return found
+            self._publish_round(self._round - 1)
+        return round_
 
-    def _tell_round(self, last: int) -> None:
-        """Tell the host's other workers which round comes after this host's last one."""
-        if self._rounds is not None and last > self._told_of:
-            self._told_of = last
+    def _publish_round(self, last: int) -> None:
+        """Publish to the host's other workers which round comes after this host's last one."""
+        if self._rounds is not None and last > self._published_for:
+            self._published_for = last
             self._memory.board.note(0, last, self._rounds.told_round)
             self._memory.board.publish(0, 0, last, True)
 
@@ -324,7 +331,7 @@ class HostLeader(HostChannel):
             return
         self._between.wait(wanted)
         for tensor in wanted:
-            # Of those that have no result, this is the first that the host's workers hear.
+            # For tensors without a result, this is the first notice that the host's workers get.
             self._slots.finish(tensor)
 
     def refresh(self) -> None:

@@ -1,9 +1,9 @@
-"""How the workers of one host come by the memory that they share.
+"""The meeting of one host's workers, at which they get the memory that they share.
 
-The host's first worker makes it, without a name, and passes its descriptor to the others over a
-socket of this host. The socket's name is random and reaches the others over the job's authenticated
-links, with a token that each must show; both sides also ask the kernel whose process the other one
-is. The socket is closed when all have come.
+The host's first worker creates it, without a name, and passes its descriptor to the others over a
+socket of this host. The socket's name is random, and is sent to the others over the job's
+authenticated links, with a token that each must present. Both sides also ask the kernel for the
+user of the other process. The socket is closed when all have connected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.transports.shared_memory import SharedMemory
 from slipstream.types import Layer, Rank, Spec
 
 TOKEN_BYTES = 32
-PROOF = struct.Struct(f"<{TOKEN_BYTES}sI")  # the token, and the rank that shows it
+PROOF = struct.Struct(f"<{TOKEN_BYTES}sI")  # the token, and the rank that presents it
 CREDENTIALS = struct.Struct("3i")  # of a socket's peer: pid, uid, gid
 LOOK_AROUND_S = 0.1
 PROOF_S = 10.0  # for a process of this user to send its token
@@ -36,30 +36,30 @@ FLAT = "or keep workers of one host apart, as push_pull(hierarchical=False) does
 
 
 def host_identity(address: str) -> str:
-    """What workers that can share memory have in common: an address, a kernel, namespaces, a user.
+    """Return an identity that is the same for workers that can share memory: one kernel and user.
 
     Args:
-        address: Of this worker's links, without the port.
+        address: The address of this worker's links, without the port.
     """
     if sys.platform != "linux":
-        return f"{address}/{secrets.token_hex(8)}"  # nobody's
+        return f"{address}/{secrets.token_hex(8)}"  # equal to no other
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "user")]
-    except OSError:  # a sandbox
+    except OSError:  # in a sandbox
         return f"{address}/{secrets.token_hex(8)}"
     return f"{address}/{boot}/{spaces}/{os.geteuid()}"
 
 
 def find_hosts(membership: Membership, key: str, *, apart: bool) -> tuple[tuple[Rank, ...], ...]:
-    """The ranks of each host, in the order of their lowest; every rank calls it.
+    """Return the ranks of each host, in the order of their lowest; every rank calls it.
 
     Args:
         key: The name of this gathering.
-        apart: Whether this worker has a reason to take part by itself.
+        apart: True if this worker has a reason to take part by itself.
 
     Returns:
-        Nothing where every worker has a host of its own, and where all share one.
+        An empty tuple if every worker has a host of its own, or if all share one.
     """
     address = membership.transport.address.rpartition(":")[0]
     own = f"rank {membership.env.rank}" if apart else host_identity(address)
@@ -78,12 +78,14 @@ def meet(
     key: str,
     layers: Sequence[Layer] = (),
 ) -> HostMemory:
-    """The memory of a host, the same for all of its workers; each of them calls it.
+    """Return the memory of a host, the same for all of its workers; each of them calls it.
 
     Args:
+        specs: The tensors of the plan.
         ranks: The workers of this host, in rank order.
-        key: Another one for each memory.
-        layers: Those whose gradients may travel as factors or rows.
+        membership: This worker's membership of the job.
+        key: The name of this memory, which no other has.
+        layers: The layers whose gradients may be sent as factors or rows.
 
     Raises:
         LaunchError: There is not enough memory, or workers cannot share any.
@@ -127,7 +129,7 @@ def hand_out(
 
 
 def shown(link: socket.socket, token: bytes) -> Rank:
-    """The rank of who has connected; -1 if it does not belong here."""
+    """Return the rank of a process that connected; -1 if it does not belong to this host's job."""
     if peer_user(link) != os.geteuid():
         return -1
     proof = b""
@@ -136,12 +138,12 @@ def shown(link: socket.socket, token: bytes) -> Rank:
         if not more:
             return -1
         proof += more
-    given, rank = PROOF.unpack(proof)
-    return rank if hmac.compare_digest(given, token) else -1
+    received, rank = PROOF.unpack(proof)
+    return rank if hmac.compare_digest(received, token) else -1
 
 
 def fetch(nbytes: int, leader: Rank, membership: Membership, key: str) -> int:
-    """The descriptor of the host's memory, checked."""
+    """Return the descriptor of the host's memory, checked."""
     name, token = membership.gathering.read(key, leader, tuple[str, bytes])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(membership.limits.start_s)
@@ -167,23 +169,22 @@ def fetch(nbytes: int, leader: Rank, membership: Membership, key: str) -> int:
 
 
 def check_memory(descriptor: int, nbytes: int, leader: Rank) -> None:
-    """Refuse memory of another size, or whose size might change: reading it could kill this
-    process."""
+    """Check the size of the memory, and that it cannot shrink: reads would be fatal."""
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    found = os.fstat(descriptor).st_size
+    size = os.fstat(descriptor).st_size
     try:
         sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & wanted == wanted
     except OSError:
         sealed = False
-    if found != nbytes or not sealed:
+    if size != nbytes or not sealed:
         os.close(descriptor)
         raise LaunchError(
-            f"rank {leader} on this host shares {found} bytes where {nbytes} are needed: use the "
+            f"rank {leader} on this host shares {size} bytes where {nbytes} are needed: use the "
             "same slipstream on all workers"
         )
 
 
 def peer_user(link: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """Return the user whose process is at the other end."""
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     return int(CREDENTIALS.unpack(raw)[1])

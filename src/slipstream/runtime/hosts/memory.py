@@ -1,4 +1,4 @@
-"""The memory that the workers of one host share, as one of them uses it."""
+"""The memory that the workers of one host share, from the view of one of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from slipstream.transports.shared_memory import SharedMemory
 from slipstream.types import Layer, Rank, Spec, Values
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-LOOK_AROUND_S = 0.05  # how soon a fault of the job ends a wait
+LOOK_AROUND_S = 0.05  # delay after which a fault of the job ends a wait
 
 
 class HostMemory:
-    """Areas of tensors, and the board.
+    """The segments of tensors, and the board.
 
     Args:
         specs: The plan's tensors.
-        ranks: The workers of this host, in rank order; the first speaks for them.
-        shared: Memory of the size of such a ``HostSegment``; zeros before anybody uses it.
-        layers: Those whose gradients may travel as factors or rows.
+        ranks: The workers of this host, in rank order; the first represents them.
+        shared: Memory of the size of such a ``HostSegment``; zeros before its first use.
+        layers: The layers whose gradients may be sent as factors or rows.
 
     Attributes:
-        board: What the workers tell each other of rounds.
+        board: The progress of rounds, published by the workers to each other.
     """
 
     def __init__(
@@ -46,38 +46,38 @@ class HostMemory:
         self.board = HostBoard(shared.memory, len(ranks), len(specs))
 
     def place(self, worker: int, tensor: int) -> Values:
-        """Where a worker puts its contribution; worker 0: where the host's sum and result are."""
+        """Return a worker's segment for a tensor; worker 0's has the host's sum and result."""
         spec, at = self.specs[tensor], self._segment.at(worker, tensor)
         return Values(self._bytes[at : at + spec.nbytes], spec.dtype)
 
     def matrices(self, worker: int, layer: int) -> Bytes:
-        """Where a worker puts its matrices of a layer, by number."""
+        """Return a worker's memory for its matrices of a layer, by number."""
         at, room = self._segment.matrices_at(worker, layer)
         return self._bytes[at : at + room]
 
     def aggregate(self, tensor: int, round_: int, own: Values | None, share: float) -> int:
-        """Sum what the host's workers have contributed, in rank order, into the host's place.
+        """Sum the contributions of the host's workers, in rank order, into the host's segment.
 
         Args:
-            own: What worker 0 contributes.
-            share: How many workers a host stands for on average. Sums are divided by it, so that
-                the mean over hosts is the mean over workers, also of hosts that differ, and sums
-                are about as large as what workers contribute.
+            own: Worker 0's contribution.
+            share: The average number of workers of a host. Sums are divided by it, so that the mean
+                over hosts is the mean over workers, also for hosts that differ, and sums are about
+                as large as the contributions of workers.
 
         Returns:
-            How many workers have contributed.
+            The number of workers that have contributed.
         """
-        given = [] if own is None else [own]
+        contributions = [] if own is None else [own]
         for worker in range(1, len(self.ranks)):
             if self.board.published(worker, tensor, round_):
-                given.append(self.place(worker, tensor))
-        if given:
+                contributions.append(self.place(worker, tensor))
+        if contributions:
             spec, out = self.specs[tensor], self.place(0, tensor)
-            mean_into(out.data, [values.data for values in given], spec.dtype, share)
-        return len(given)
+            mean_into(out.data, [values.data for values in contributions], spec.dtype, share)
+        return len(contributions)
 
     def behind(self, round_: int, tensors: Collection[int]) -> list[str]:
-        """The workers, but the first, that have not contributed these tensors to a round."""
+        """Return the workers, but the first, that have not contributed these tensors to a round."""
         return [
             f"rank {rank}"
             for worker, rank in enumerate(self.ranks)
@@ -94,25 +94,25 @@ class HostMemory:
         limit_s: float,
         missing: Callable[[], Sequence[str]],
     ) -> None:
-        """Sleep until ``holds()``, which looks at the board.
+        """Sleep until ``holds()``, which reads the board.
 
         Args:
-            of_results: Whether it is results, or else contributions, that are waited for.
+            of_results: Wait for results; False: for contributions.
 
         Raises:
-            RuntimeFault: The job's fault.
+            RuntimeFault: The job has a fault.
             WaitLimit: ``limit_s`` have passed.
         """
         deadline = time.monotonic() + limit_s
         while True:
-            seen = self.board.bell(of_results)
+            bell = self.board.bell(of_results)
             if holds():
                 return
             member.check()
             if time.monotonic() > deadline:
                 raise WaitLimit(what, limit_s, missing(), member.last_refusal)
-            self.board.sleep(of_results, seen, LOOK_AROUND_S)
+            self.board.sleep(of_results, bell, LOOK_AROUND_S)
 
     def close(self) -> None:
-        """Give the descriptor back; memory that is looked at stays mapped."""
+        """Close the descriptor; memory with views stays mapped."""
         self._shared.close()

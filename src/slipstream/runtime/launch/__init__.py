@@ -1,1 +1,1 @@
-"""Starting the processes of a job, watching them, and leaving none behind."""
+"""Start, watch and stop the processes of a job."""

@@ -1,8 +1,9 @@
-"""Workers that rank 0's own process has started, as launchers of frameworks do it.
+"""Workers that rank 0's own process has started, as launchers of frameworks do.
 
 ``slipstream run`` has a launcher of its own; here rank 0 is a worker and the launcher. Its training
-thread learns from the job that another worker has failed. Only before it has joined, or if it waits
-for something else, this ends it. In the same way a worker that waits for rank 0 ends with it.
+thread is informed by the job when another worker has failed. Only before it has joined, or if it
+waits for something else, this class ends it. In the same way a worker that waits for rank 0 ends
+with it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Children:
     """The workers of this node: in rank 0's process the other ones, in theirs none.
 
     Attributes:
-        grace_s: for workers to end by themselves after one has failed. They are told of it by the
-            job, so it is 0 before they have joined.
+        grace_s: Time for workers to end by themselves after one has failed. The job informs them,
+            so it is 0 before they have joined.
     """
 
     def __init__(self) -> None:
         self.grace_s = 0.0
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._needed, self._over, self._parent_ended = (threading.Event() for _ in range(3))
+        self._needed, self._is_over, self._parent_ended = (threading.Event() for _ in range(3))
         self._first = threading.Lock()
         self._end_writer = -1
         self._pid = self._rank = -1  # of the process that has started them
@@ -44,12 +45,12 @@ class Children:
     # ---- in rank 0's process
 
     def parent(self) -> str:
-        """What a worker's ``follow`` takes; call it before the workers are started."""
+        """Return the argument of a worker's ``follow``; call it before the workers are started."""
         reader, self._end_writer = os.pipe()
         return f"{os.getpid()}/fd/{reader}"
 
     def watch(self, processes: Sequence[subprocess.Popen[bytes]], first: int = 1) -> None:
-        """These are rank ``first`` and so on; this process waits for them when it exits."""
+        """Watch the processes of rank ``first`` and so on; wait for them at exit."""
         self._pid, self._rank = os.getpid(), first - 1
         for rank, process in enumerate(processes, first):
             self._processes[f"rank {rank}"] = process
@@ -60,9 +61,9 @@ class Children:
 
     def _await(self, name: str) -> None:
         code = self._processes[name].wait()
-        if code == 0 or not self._needed.is_set() or self._over.wait(self.grace_s):
+        if code == 0 or not self._needed.is_set() or self._is_over.wait(self.grace_s):
             return
-        if self._first.acquire(blocking=False):  # the others end because of it
+        if self._first.acquire(blocking=False):  # the others end because of this one
             print(f"slipstream: {name} exited with code {code}", file=sys.stderr, flush=True)
             self.end(0.0)
             os._exit(1)
@@ -73,7 +74,7 @@ class Children:
             process.send_signal(signum)
 
     def end(self, grace_s: float | None = None) -> None:
-        """Rank 0 has failed: end all that do not end by themselves."""
+        """End all that do not end by themselves, since rank 0 has failed."""
         deadline = time.monotonic() + (self.grace_s if grace_s is None else grace_s)
         for process in self._processes.values():
             try:
@@ -102,19 +103,19 @@ class Children:
     # ---- in a worker's process
 
     def follow(self, parent: str) -> None:
-        """End with the process that has given this; on Linux, and else never."""
+        """End with the process that returned ``parent``; on Linux only."""
         if (arm := death_signal(int(parent.partition("/")[0]))) is None:
             return
         arm()
-        with suppress(OSError):  # a system that does not show processes
+        with suppress(OSError):  # /proc may be hidden
             pipe = os.open(f"/proc/{parent}", os.O_RDONLY)
             threading.Thread(target=self._await_parent, args=(pipe,), daemon=True).start()
 
     def _await_parent(self, pipe: int) -> None:
         os.read(pipe, 1)
         self._parent_ended.set()
-        # A job tells the reason; before it, nothing does.
-        # In this order: ``leave`` sets the grace to 0 last.
+        # Only a job could report the reason. In this order, since ``leave`` sets the grace to 0
+        # last.
         if not self.grace_s and self._needed.is_set():
             sys.stdout.flush()
             sys.stderr.flush()
@@ -124,12 +125,12 @@ class Children:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """Within, and until ``leave``, this process depends on the others, and ends with them.
+        """Let this process end with those that it depends on, until ``leave``.
 
         Raises:
-            LaunchError: one of them has ended already.
+            LaunchError: Another process has ended already.
         """
-        self._over.clear()
+        self._is_over.clear()
         self._needed.set()
         try:
             if self._parent_ended.is_set():
@@ -142,13 +143,13 @@ class Children:
                     )
             yield
         finally:
-            self._depend_no_more()
+            self._stop_depending()
 
     def leave(self) -> None:
-        """This process has left the job."""
-        self._depend_no_more()
+        """Stop depending on the others, as this process has left the job."""
+        self._stop_depending()
         self.grace_s = 0.0
 
-    def _depend_no_more(self) -> None:
+    def _stop_depending(self) -> None:
         self._needed.clear()
-        self._over.set()
+        self._is_over.set()

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 
 def death_signal(parent: int) -> Callable[[], None] | None:
-    """A function that a child of this process calls, before or after exec; None: not on Linux.
+    """Return a function that a child calls before or after exec, to be killed with its parent.
+
+    It is None on other systems than Linux.
 
     The kernel treats the *thread* that started the child as its parent.
     """

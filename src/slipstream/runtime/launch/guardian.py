@@ -1,9 +1,9 @@
 """A small process that outlives the launcher, to clean up what the launcher started.
 
 The kernel kills a worker whose launcher dies, but not the worker's own children. The launcher sends
-this script every process group, and directories, through the socket that is its stdin. If that
-closes without ``done``, the launcher was killed, and the script kills and removes them. It runs by
-its path, standard library only, so that it costs almost nothing.
+this script every process group and directory through the socket that is its stdin. If that closes
+without ``done``, the launcher was killed, and the script kills and removes them. It is run by its
+path and uses the standard library only, so that it costs almost nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TO_GROUP = 4  # PIDFD_SIGNAL_PROCESS_GROUP, since Linux 6.9
 class ChildGroup:
     """A process group that was started here, identified by a pidfd of its leader.
 
-    The kernel reuses the number of a process once it is reaped and its group is
-    empty. A signal sent by number could then reach an unrelated process. Without pidfds
-    (Linux before 5.3, other systems) only the number is available.
+    The kernel reuses the number of a process once it is reaped and its group is empty. A signal
+    sent by number could then reach an unrelated process. Without pidfds (Linux before 5.3, other
+    systems) only the number is available.
     """
 
     def __init__(self, leader: int, pidfd: int | None) -> None:
@@ -34,14 +34,14 @@ class ChildGroup:
 
     @classmethod
     def led_by(cls, leader: int) -> ChildGroup:
-        """The group of a child that is not reaped yet: until then its number is not reused."""
+        """Return the group of a child that is not reaped, so that its number is not reused."""
         try:
             return cls(leader, os.pidfd_open(leader))
         except (AttributeError, OSError):
             return cls(leader, None)
 
     def send(self, signum: int) -> bool:
-        """Signal every process of the group; False if there is none left."""
+        """Signal every process of the group; return False if there is none left."""
         if self._closed:
             return False
         try:
@@ -58,13 +58,12 @@ class ChildGroup:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-            if self._number_given_away():
+            if self._number_reused():
                 raise ProcessLookupError(errno.ESRCH, "the group is empty")
         os.killpg(self.leader, signum)
 
-    def _number_given_away(self) -> bool:
-        """Whether another process has the leader's number; this happens only if the group is
-        empty."""
+    def _number_reused(self) -> bool:
+        """Return whether the leader's number was reused, which needs an empty group."""
         assert self.pidfd is not None
         try:
             signal.pidfd_send_signal(self.pidfd, 0)
@@ -92,16 +91,16 @@ class ChildGroup:
 def sweep(groups: Iterable[ChildGroup], linger_s: float = LINGER_S) -> None:
     """Kill what is left of process groups whose leader has ended.
 
-    They get a moment first: for example, multiprocessing's resource tracker ends by itself after
-    its parent, and removes leaked shared memory.
+    They get a moment to end first: for example, multiprocessing's resource tracker ends by itself
+    after its parent, and removes leaked shared memory.
     """
-    left = list(groups)
+    remaining = list(groups)
     deadline = time.monotonic() + linger_s
-    while left := [group for group in left if group.send(0)]:
+    while remaining := [group for group in remaining if group.send(0)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
-    for group in left:
+    for group in remaining:
         group.send(signal.SIGKILL)
 
 
@@ -122,12 +121,12 @@ def announce_directory(guardian: socket.socket, directory: str | os.PathLike[str
 
 
 def announce_end(guardian: socket.socket) -> None:
-    """The launcher cleans up by itself."""
+    """Announce that the launcher cleans up by itself."""
     guardian.sendall(b"done\n")
 
 
 def announced(launcher: socket.socket) -> Iterator[tuple[str, bytes, int | None]]:
-    """Every line until the launcher closes or dies, with the descriptor that came with it."""
+    """Yield every line until the launcher closes or dies, with the descriptor sent with it."""
     text, descriptors = b"", list[int]()
     while True:
         more, new, _, _ = socket.recv_fds(launcher, 1 << 16, 64)

@@ -1,4 +1,4 @@
-"""Starts the workers of a job on this machine, and waits for their end."""
+"""The launcher: it starts the workers of a job on this machine, and waits for their end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def launch(
     learners: SharedMemoryUpdates | None = None,
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
-    """Run ``command`` once per placement; returns the exit code of the job.
+    """Run ``command`` once per placement; return the exit code of the job.
 
     Rank 0 uses this process's terminal; lines of other workers are prefixed with their name. If a
     worker fails, the rest are stopped, one line names it, and its code is returned (128 + n for
@@ -185,10 +185,11 @@ def _job_environment(
     job: str,
     shards: Sequence[ServerProcess],
 ) -> dict[str, str]:
-    """The environment variables of all workers of a job."""
+    """Return the environment variables of all workers of a job."""
     variables = {
         "WORLD_SIZE": workers,
-        # Sets of strings have the same order on all ranks: scripts number classes and words by it.
+        # Sets of strings have the same order on all ranks, since scripts number classes and words
+        # by it.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0",
         "MASTER_ADDR": settings.address,
         "MASTER_PORT": port,
@@ -227,8 +228,8 @@ def _holds_port(settings: Settings) -> bool:
 
 
 def _reserve(settings: Settings) -> socket.socket:
-    """The job's rendezvous socket. It is bound before any worker starts, and rank 0 inherits it, so
-    that the system gives the port to no other program in between.
+    """Return the job's rendezvous socket. It is bound before any worker starts, and rank 0 inherits
+    it, so that the system gives the port to no other program in between.
 
     It does not listen yet: a script may let torch open the store at this port before it calls
     ``slipstream.init``. Torch, too, sets SO_REUSEADDR, so it may bind the port again until then.

@@ -1,7 +1,7 @@
 """The launcher's part in a job of learners: their sockets, their memory, and the server.
 
 Every worker of this machine has a socket to its launcher from the start. The first ``Hello`` makes
-it a job of learners; a job without one is supervised as if this class did not exist.
+the job one of learners; a job without it is supervised as if this class did not exist.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVER = "server"
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.shared_memory.update_server")
 RESTARTS = 10
 SEND_S = 10.0  # limit for a process to read a message from its socket
-KEEP_S = 20.0  # for the last checkpoint of a job that fails
+KEEP_S = 20.0  # limit for the last checkpoint of a job that fails
 TICK_S = 0.05
 # Learners do not detect each other's failures; wait only for a failure that they share.
 GRACE_S = 1.0
@@ -55,9 +55,11 @@ class LearnerSupervisor:
     """Processes and sockets around a ``SharedMemoryCoordinator``; implements ``Supervisor``.
 
     Args:
-        restarts: how often learners are started again, in all.
-        locks: the directories that this job has locked.
-        last: closed when all processes of the job have ended.
+        process_group: The processes of the job.
+        workers: The number of workers.
+        restarts: The number of times learners are started again, in all.
+        locks: The directories that this job has locked.
+        last: Closed when all processes of the job have ended.
     """
 
     tick_s = 0.5
@@ -91,7 +93,7 @@ class LearnerSupervisor:
     # ---- workers
 
     def connect(self, name: str) -> socket.socket:
-        """The end of a new socket for a worker that is about to start."""
+        """Return the end of a new socket for a worker that is about to start."""
         ours, theirs = socket_pair(SEND_S)
         self._coordinator.add_learner(rank_of(name), self._listen(name, ours, FromLearner))
         return theirs
@@ -102,11 +104,11 @@ class LearnerSupervisor:
             self._group.add_returning(name, incarnation, control=theirs.fileno())
 
     def expect_learners(self) -> None:
-        """From now on no learner leads, and one that dies is started again."""
+        """Continue without a leading worker from now on, and restart learners that die."""
         self._group.set_rules(leader=None, restarts=self._restarts, grace_s=GRACE_S)
 
     def _listen(self, name: str, end: socket.socket, bodies: Any) -> Send:
-        """Start a thread that turns messages into events; returns how to send to the process."""
+        """Start a thread that turns messages into events; return a sender."""
         if name in self._lines:
             self._lines[name].close()
         line: LocalSocket[Any] = LocalSocket(end, bodies)
@@ -149,7 +151,8 @@ class LearnerSupervisor:
                 self._coordinator.server_ended(event.code)
             return True
         if isinstance(event, Ended) and event.is_worker:
-            # If one fails before it has joined, the others wait for it and cannot detect that.
+            # A learner that fails before it has joined is not noticed by the others, which wait for
+            # it.
             joined = rank_of(event.member) in self._coordinator.joined
             self._failed_before_joining |= event.failed and event.place == "inside" and not joined
             self._coordinator.remove_learner(rank_of(event.member))
@@ -184,7 +187,7 @@ class LearnerSupervisor:
         return self._listen(SERVER, ours, FromServer)
 
     def save_last_checkpoint(self) -> None:
-        """However the job ends: on SIGTERM a server writes a checkpoint and ends."""
+        """Wait for the checkpoint that a server writes on SIGTERM, however the job ends."""
         if self._server is None or not self._coordinator.has_weights or self._directory is not None:
             return  # nothing to save, or it would be removed with the job
         if self._server.poll() is None:
@@ -200,16 +203,16 @@ class LearnerSupervisor:
             log_line(f"the server has not written its last checkpoint within {KEEP_S:.0f} s")
 
     def final_verdict(self, verdict: Verdict) -> Verdict:
-        """A job without its last checkpoint has failed."""
+        """Return the verdict; a job without its last checkpoint has failed."""
         if verdict.code == 0 and self._coordinator.lacks_checkpoint:
             return Verdict(1, "the job ended without its last checkpoint")
         return verdict
 
-    def _directory_for(self, asked: str | None) -> Path:
-        """The directory that learners request, locked; else one that is removed with the job."""
-        if asked is not None:
-            self._locks.take(Path(asked))
-            return Path(asked)
+    def _directory_for(self, requested: str | None) -> Path:
+        """Return the locked directory requested, or one removed with the job."""
+        if requested is not None:
+            self._locks.take(Path(requested))
+            return Path(requested)
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="slipstream-"))
             self._group.add_directory(self._directory)

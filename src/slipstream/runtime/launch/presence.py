@@ -1,4 +1,4 @@
-"""A worker signals its launcher through a pipe that it has begun, joined or left the job.
+"""The pipe over which a worker signals its launcher that it has begun, joined or left the job.
 
 A worker may end with code 0 in the middle of a job (``os._exit(0)``); only these signals
 distinguish it from a worker that has finished.
@@ -14,7 +14,7 @@ import threading
 from slipstream.runtime.launch.supervision import Place
 
 BEGUN, JOINED, LEFT = b"b", b"j", b"l"
-MOST_SIGNS = 65536  # what a pipe holds
+MOST_SIGNS = 65536  # the capacity of a pipe
 
 
 class Presence:
@@ -26,15 +26,15 @@ class Presence:
             os.set_inheritable(self._descriptor, False)
 
     def begin(self) -> None:
-        """The worker has called ``slipstream.init``: it may be interrupted like a plain script."""
+        """Signal that ``slipstream.init`` was called: the worker may now be interrupted."""
         self._write(BEGUN)
 
     def join(self) -> None:
-        """The worker has joined."""
+        """Signal that the worker has joined."""
         self._write(JOINED)
 
     def leave(self) -> None:
-        """The worker has left normally."""
+        """Signal that the worker has left normally."""
         self._write(LEFT)
 
     def _write(self, sign: bytes) -> None:
@@ -44,7 +44,8 @@ class Presence:
 
 
 def is_pipe(descriptor: int | None) -> bool:
-    """False in a child of a worker: it inherits the variables, but not the descriptors."""
+    """Return whether a descriptor is a pipe. It is not in a worker's child, which only inherits the
+    environment variable."""
     if descriptor is None:
         return False
     try:
@@ -54,10 +55,10 @@ def is_pipe(descriptor: int | None) -> bool:
 
 
 class PresenceReader:
-    """The launcher's end.
+    """The launcher's end of the pipe.
 
     Args:
-        reader: the pipe, which this object closes.
+        reader: The pipe, which this object closes.
     """
 
     def __init__(self, reader: int) -> None:
@@ -67,8 +68,8 @@ class PresenceReader:
         os.set_blocking(reader, False)
 
     def place(self) -> Place:
-        """Where the worker is, or was when it ended. Its children may hold the other end, so this
-        does not wait."""
+        """Return where the worker is, or was when it ended. This does not wait for the pipe to
+        close, since the worker's children may hold the other end."""
         with self._lock:
             if self._reader >= 0:
                 with contextlib.suppress(BlockingIOError):
@@ -79,7 +80,7 @@ class PresenceReader:
 
     @property
     def begun(self) -> bool:
-        """Whether the worker has called ``slipstream.init``."""
+        """True if the worker has called ``slipstream.init``."""
         self.place()
         return bool(self._last)
 

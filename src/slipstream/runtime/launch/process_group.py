@@ -40,27 +40,34 @@ from slipstream.runtime.launch.supervision import (
 
 # Variables with numbers of descriptors, which are valid only in the process that got them.
 DESCRIPTORS = frozenset({"SLIPSTREAM_STORE_FD", "SLIPSTREAM_CONTROL_FD"})
-# For the last lines of ended processes, without the time for which a reader does not take them.
+# Limit for the last lines of ended processes, without the time in which a reader takes none.
 OUTPUT_S = 1.0
 
 
 class Supervisor(Protocol):
-    """Handles events of a job in which the launcher takes part."""
+    """A handler of the events of a job in which the launcher takes part."""
 
     tick_s: float
 
     def take(self, event: object) -> bool:
-        """Handle an event if it is the supervisor's; returns whether it was."""
+        """Handle an event if it is the supervisor's; return whether it was."""
 
     def tick(self) -> None:
-        """Called every ``tick_s`` seconds, and after every event."""
+        """Do what is due; called every ``tick_s`` seconds, and after every event."""
 
     def start_again(self, name: str, incarnation: int) -> None:
         """Start a worker that was killed again."""
 
 
 class ProcessGroup:
-    """Members are added one by one; at the end of the ``with`` block all have ended."""
+    """The processes of a job, added one by one; at the end of the ``with`` block all have ended.
+
+    Args:
+        limits: The time limits of members.
+        may_lose: The number of workers that may fail while the rest continue.
+        restarts: The number of killed workers that are started again.
+        leader: The worker without which the job ends; None: there is none.
+    """
 
     def __init__(
         self,
@@ -141,7 +148,7 @@ class ProcessGroup:
     def add_helper(
         self, name: str, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        """Start a process that is not a worker: its end is an event for the supervisor."""
+        """Start a process that is not a worker; its end is an event for the supervisor."""
         process = start_process(
             command,
             env,
@@ -168,12 +175,12 @@ class ProcessGroup:
         self._kill_workers(signum, [name])
 
     def fail(self) -> None:
-        """End the job; the supervisor has logged why. Only the main thread calls this."""
+        """End the job; the supervisor has logged the reason. Only the main thread calls this."""
         self._watch.take(Ended(JOB, 1))
 
     def set_rules(self, *, leader: str | None, restarts: int, grace_s: float) -> None:
-        """Change what happens when workers end. A smaller ``grace_s`` that the caller of ``launch``
-        requested is kept."""
+        """Change the reactions to ends of workers. A smaller ``grace_s`` that the caller of
+        ``launch`` requested is kept."""
         limits = self._watch.limits
         self._watch.limits = replace(limits, grace_s=min(limits.grace_s, grace_s))
         self._watch.leader, self._watch.restarts = leader, restarts
@@ -183,16 +190,16 @@ class ProcessGroup:
         self._watch.deadline = min(self._watch.deadline, time.monotonic() + grace_s)
 
     def stop_restarts(self) -> None:
-        """All are about to end: do not restart a worker that dies now."""
+        """Do not restart a worker that dies now, since all are about to end."""
         self._watch.over = True
 
     @property
     def ending(self) -> bool:
-        """Whether something has failed, or a signal has requested the end."""
+        """True if something has failed, or a signal has requested the end."""
         return self._watch.ending
 
     def servers_announced(self) -> bool:
-        """Wait until every server has its address; False if the job is over before that."""
+        """Wait until every server has its address; return False if the job is over before that."""
         limit_s = self._limits.server_start_s
         deadline = time.monotonic() + limit_s
         while missing := [s.name for s in self._servers if not s.announced(timeout_s=0.05)]:
@@ -276,18 +283,20 @@ class ProcessGroup:
         descriptors = {"SLIPSTREAM_BACK_FD": writer}
         if control is not None:
             descriptors["SLIPSTREAM_CONTROL_FD"] = control
-        again = {key: value for key, value in env.items() if key not in DESCRIPTORS}
-        again |= {key: str(descriptor) for key, descriptor in descriptors.items()}
-        again["SLIPSTREAM_INCARNATION"] = str(incarnation)
+        variables = {key: value for key, value in env.items() if key not in DESCRIPTORS}
+        variables |= {key: str(descriptor) for key, descriptor in descriptors.items()}
+        variables["SLIPSTREAM_INCARNATION"] = str(incarnation)
         passed = tuple(descriptors.values())
         try:
-            self.add_worker(name, command, again, placement, has_terminal=False, pass_fds=passed)
+            self.add_worker(
+                name, command, variables, placement, has_terminal=False, pass_fds=passed
+            )
         finally:
             os.close(writer)
         threading.Thread(target=self._await_return, args=(name, reader), daemon=True).start()
 
     def _await_return(self, name: str, reader: int) -> None:
-        """A worker that has rejoined writes a byte; one that never rejoins ends without."""
+        """Wait for the byte that a worker writes when it has rejoined; it may end without."""
         with os.fdopen(reader, "rb") as pipe:
             if pipe.read(1):
                 self.events.put(CameBack(name))
@@ -296,14 +305,14 @@ class ProcessGroup:
         if signum is None:
             return
         for name in members:
-            self._groups[name].send(self._bearable(name, signum))
+            self._groups[name].send(self._bearable_signal(name, signum))
 
-    def _bearable(self, name: str, signum: signal.Signals) -> signal.Signals:
-        """A worker before ``slipstream.init`` has nothing to save; interrupted, it would only print
-        where it was."""
+    def _bearable_signal(self, name: str, signum: signal.Signals) -> signal.Signals:
+        """Return the signal that a worker can handle. Before ``slipstream.init`` it has nothing to
+        save, and an interrupt would only print a traceback."""
         presence = self._presence.get(name)
-        begun = presence is not None and presence.begun
-        return signal.SIGTERM if signum is signal.SIGINT and not begun else signum
+        has_begun = presence is not None and presence.begun
+        return signal.SIGTERM if signum is signal.SIGINT and not has_begun else signum
 
     def _close_servers(self) -> None:
         for server in self._servers:
@@ -318,7 +327,7 @@ class ProcessGroup:
             idle_s = relay.finish(idle_s, lambda: self._signalled() and time.monotonic() > deadline)
 
     def _signalled(self) -> bool:
-        """Whether a signal has requested the end; for when the job is over."""
+        """Return whether a signal has requested the end; for when the job is over."""
         while not self.events.empty():
             event = self.events.get()
             if isinstance(event, Signalled):
@@ -333,7 +342,7 @@ class ProcessGroup:
 
 def log_line(line: str) -> None:
     """Print a line of the launcher itself, between the workers' lines."""
-    with contextlib.suppress(OSError):  # the terminal is closed, often the reason for the end
+    with contextlib.suppress(OSError):  # the terminal may be closed
         sys.stderr.write(printable_lines(f"slipstream: {line}\n"))
         sys.stderr.flush()
 
@@ -352,7 +361,7 @@ def _start_guardian() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 @contextlib.contextmanager
 def _signals_into(events: queue.SimpleQueue[object]) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP become events; under ``nohup`` SIGHUP stays ignored."""
+    """Turn SIGINT, SIGTERM and SIGHUP into events; under ``nohup`` SIGHUP stays ignored."""
     previous = {}
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signum is signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:

@@ -23,7 +23,7 @@ from slipstream.transports.descriptors import ERRORS, out_of_descriptors
 
 # -P: the server must not import modules from the user's working directory.
 SERVER_COMMAND = (sys.executable, "-P", "-m", "slipstream.runtime.servers.server")
-# The modules of the user's own parts that a server may import, and where it looks for them.
+# The modules of the user's own parts that a server may import, and the folders they are in.
 PARTS, PARTS_PATH = "SLIPSTREAM_PARTS", "SLIPSTREAM_PARTS_PATH"
 SERVER_START_S = 60.0
 SERVER_STOP_S = 3.0
@@ -55,7 +55,7 @@ SECRET_VARIABLES = frozenset({"SLIPSTREAM_SECRET", "SLIPSTREAM_SECRET_FILE"})
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a process runs: a command prefix, and environment on top of the job's.
+    """A place to run a process: a command prefix, and environment on top of the job's.
 
     ``Placement(("ip", "netns", "exec", "host0"))`` runs it in a network namespace. The prefix
     has to become the process (exec), not stay its parent. ``address`` is its address for others, if
@@ -68,7 +68,7 @@ class Placement:
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's environment without the variables that are only for itself."""
+    """Return this process's environment without the variables that are only for itself."""
     return {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
 
 
@@ -88,7 +88,7 @@ def start_process(
     The kernel treats the calling *thread* as the parent: call this from a thread that stays.
 
     Args:
-        arms_itself: The command asks for its death signal when it has begun. Nothing of this
+        arms_itself: The command sets its own death signal when it has begun. No code of this
             process then runs in a fork of it, of which frameworks with threads (JAX) warn.
     """
     full = [*placement.prefix, *command]
@@ -129,7 +129,7 @@ class ServerProcess:
 
     @property
     def name(self) -> str:
-        """``server 0`` and so on."""
+        """The server's name, such as ``server 0``."""
         return f"server {self.index}"
 
     def _read(self, stdout: IO[bytes]) -> None:
@@ -137,7 +137,7 @@ class ServerProcess:
         Relay(stdout, f"[{self.name}] ", 2).run()
 
     def announced(self, timeout_s: float) -> bool:
-        """Wait for the address; True once it is known."""
+        """Wait for the address; return True once it is known."""
         if self.address:
             return True
         try:
@@ -188,13 +188,17 @@ def start_server(
     that called this (Linux) or when its stdin closes (everywhere).
 
     Args:
-        bind: the address to listen on.
-        timeout_s: how long to wait for the server's address; None: not at all.
-        parts: the modules of the user's own parts, found where this process finds modules.
+        index: The server's number.
+        credentials: The credentials of this run.
+        bind: The address to listen on.
+        placement: The place to run it.
+        timeout_s: The longest wait for the server's address; None: do not wait.
+        command: The server's command line.
+        parts: The modules of the user's own parts, found where this process finds modules.
 
     Raises:
-        LaunchError: it cannot be started, or has ended.
-        WaitLimit: its address has not arrived in time.
+        LaunchError: It cannot be started, or has ended.
+        WaitLimit: Its address has not arrived in time.
     """
     # Only the key of this run; not the job's secret, from which the keys of all runs are derived.
     env = {k: v for k, v in inherited_environment().items() if k not in SECRET_VARIABLES} | {

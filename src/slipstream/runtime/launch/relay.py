@@ -1,4 +1,4 @@
-"""Copies a child's output line by line, prefixed with its name."""
+"""A relay that copies a child's output line by line, prefixed with its name."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-LOOK_S = 0.05  # how often `finish` looks whether to give up
+LOOK_S = 0.05  # how often `finish` checks whether to give up
 READER_S = 600.0  # for a reader that takes nothing: see `finish`
 LAST_NBYTES = 128 * 1024  # more than a pipe and the buffer hold
 
 
 class Relay(threading.Thread):
-    """Copies ``stream`` to ``fd`` until it ends, with ``prefix`` before every line, and closes it.
+    """A thread that copies ``stream`` to ``fd`` until it ends, ``prefix`` before every line.
 
-    It is a thread; ``run`` copies on the thread that calls it.
+    It closes the stream at the end. ``run`` copies on the thread that calls it.
     """
 
     def __init__(self, stream: IO[bytes], prefix: str, fd: int) -> None:
@@ -39,33 +39,33 @@ class Relay(threading.Thread):
                     return
 
     def finish(self, idle_s: float, gives_up: Callable[[], bool]) -> float:
-        """Wait for the last lines of a child that has ended; returns what is left of ``idle_s``.
+        """Wait for the last lines of a child that has ended; return what is left of ``idle_s``.
 
         A reader that takes lines slowly is waited for, and one that takes none for ``READER_S``.
-        All other time counts as idle: a stray process may hold the pipe open. It may also write for
-        ever, so no more is copied than the child can have left.
+        All other time counts as idle, since a stray process may hold the pipe open. It may also
+        write for ever, so only as much is copied as the child can have left.
         """
         self._most_nbytes = self._copied_nbytes + LAST_NBYTES
         while self.is_alive() and not gives_up():
-            begun, writing_since = time.monotonic(), self._writing_since
-            waited_s = 0.0 if writing_since is None else begun - writing_since
+            start, writing_since = time.monotonic(), self._writing_since
+            waited_s = 0.0 if writing_since is None else start - writing_since
             if waited_s > READER_S or (writing_since is None and idle_s <= 0):
                 break
             self.join(LOOK_S)
             if writing_since is None:
-                idle_s -= time.monotonic() - begun
+                idle_s -= time.monotonic() - start
         return idle_s
 
 
 def start_relay(stream: IO[bytes], prefix: str, fd: int) -> Relay:
-    """A relay that runs."""
+    """Start a relay and return it."""
     relay = Relay(stream, prefix, fd)
     relay.start()
     return relay
 
 
 def _write(fd: int, data: bytes) -> None:
-    # One write per line, so that lines of several processes do not mix. A reader that has gone away
+    # One write per line, so that lines of several processes do not mix. A reader that has closed
     # (``| head``) must not stop the child: its pipe is still read.
     try:
         while data:

@@ -1,4 +1,4 @@
-"""What to do when members of a job end: pure, so that tests can try every order of events."""
+"""The reaction to ends of a job's members: pure, so that tests can try every order of events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ JOB = "the job"  # the name of the failed member if the launcher itself ends the
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits of members: to end by themselves after a failure, after SIGINT, after SIGTERM,
-    to start."""
+    """Time limits of members: to end by themselves, after signals, and to start."""
 
     grace_s: float = 8.0
     interrupt_s: float = 30.0  # a script may save its model when it is interrupted
@@ -28,13 +27,13 @@ class Limits:
 
 
 def is_worker(member: str) -> bool:
-    """Whether a member of this name is a worker."""
+    """Return whether a member of this name is a worker."""
     return member.startswith("rank")
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A member ended; a negative code is the signal that killed it.
+    """The end of a member; a negative code is the signal that killed it.
 
     ``place`` is where a worker was at that time.
     """
@@ -45,19 +44,19 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Also with code 0, if it ended in the middle of the job."""
+        """True after a failure, also with code 0 in the middle of the job."""
         return self.code != 0 or self.place == "inside"
 
     @property
     def exit_code(self) -> int:
-        """As in a shell: 128 + n for signal n."""
+        """The exit code as in a shell: 128 + n for signal n."""
         if self.code < 0:
             return 128 - self.code
         return self.code or int(self.failed)
 
     @property
     def remoteness(self) -> int:
-        """How far from the cause this end may be: one end causes others."""
+        """The distance of this end from the cause, since one end causes others."""
         if (
             self.member == JOB
             or self.code < 0
@@ -68,7 +67,7 @@ class Ended:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it was a worker."""
+        """True if it was a worker."""
         return is_worker(self.member)
 
     def __str__(self) -> str:
@@ -84,20 +83,20 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class CameBack:
-    """A restarted worker trains with the others again."""
+    """The event that a restarted worker trains with the others again."""
 
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """The launcher itself got a signal to stop."""
+    """The event that the launcher itself got a signal to stop."""
 
     signum: int
 
     @property
     def exit_code(self) -> int:
-        """As in a shell: 128 + n for signal n."""
+        """The exit code as in a shell: 128 + n for signal n."""
         return 128 + self.signum
 
     def __str__(self) -> str:
@@ -110,7 +109,7 @@ Event = Ended | CameBack | Signalled
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the job ended: the launcher's exit code and, unless it succeeded, the line to print."""
+    """The end of the job: the launcher's exit code and, unless it succeeded, the line to print."""
 
     code: int
     line: str = ""
@@ -118,23 +117,23 @@ class Verdict:
 
 @dataclass(slots=True)
 class Supervision:
-    """Decides from events which signal to send to the remaining workers, and when.
+    """The decision, from events, which signal to send to the remaining workers, and when.
 
     After a failure the other workers have ``grace_s`` to end by themselves; then SIGTERM follows,
     then SIGKILL. A signal to the launcher starts with SIGTERM, and Ctrl-C with SIGINT, so that a
     script's ``except KeyboardInterrupt`` runs; a second one is followed by SIGKILL at once.
 
     Args:
-        may_lose: how many workers may be killed while the rest continue.
-        restarts: how many killed workers are started again.
-        leader: the worker without which the job ends; None: there is none.
+        may_lose: The number of workers that may be killed while the rest continue.
+        restarts: The number of killed workers that are started again.
+        leader: The worker without which the job ends; None: there is none.
 
     Attributes:
-        running: workers that have not ended.
-        deadline: when to ``escalate``.
-        lost: ends of workers without which the rest continue.
-        replaced: ends of workers to be started again.
-        over: the leader has ended, so no worker can rejoin.
+        running: Workers that have not ended.
+        deadline: The time of the next ``escalate``.
+        lost: Ends of workers without which the rest continue.
+        replaced: Ends of workers to be started again.
+        over: True if the leader has ended, so that no worker can rejoin.
     """
 
     limits: Limits
@@ -147,22 +146,22 @@ class Supervision:
     lost: list[Ended] = field(default_factory=list)
     replaced: list[Ended] = field(default_factory=list)
     over: bool = False
-    _back: set[str] = field(default_factory=set)  # started again, and rejoined
+    _back: set[str] = field(default_factory=set)  # workers that were started again, and rejoined
     _late_returns: set[str] = field(default_factory=set)  # not back when the leader ended
     _failures: list[Ended] = field(default_factory=list)
-    _asked: Signalled | None = None
+    _stop_signal: Signalled | None = None
     _sent: list[signal.Signals] = field(default_factory=list)
     _stuck: tuple[str, ...] = ()  # workers that were still there at the deadline
 
     @property
     def ending(self) -> bool:
-        """Whether the job ends: something has failed, or a signal has arrived."""
+        """True if the job ends: something has failed, or a signal has arrived."""
         return self.signalled or bool(self._failures)
 
     @property
     def signalled(self) -> bool:
-        """Whether a signal has requested the end."""
-        return self._asked is not None
+        """True if a signal has requested the end."""
+        return self._stop_signal is not None
 
     @property
     def to_signal(self) -> set[str]:
@@ -170,13 +169,13 @@ class Supervision:
         return self.running if self.ending else self._late_returns
 
     def started(self, worker: str) -> None:
-        """A worker was started."""
+        """Enter a worker that was started."""
         self.running.add(worker)
 
     def take(self, event: Event) -> signal.Signals | None:
-        """Take an event; returns the signal to send to ``to_signal``, if any."""
+        """Enter an event; return the signal to send to ``to_signal``, if any."""
         if isinstance(event, Signalled):
-            again, self._asked = self._asked is not None, self._asked or event
+            again, self._stop_signal = self._stop_signal is not None, self._stop_signal or event
             return self._send(signal.SIGKILL) if again else self._send(self._first_signal())
         if isinstance(event, CameBack):
             self._back.add(event.member)
@@ -206,7 +205,7 @@ class Supervision:
         return None
 
     def _tolerated(self, event: Ended) -> bool:
-        """Whether the job continues: the worker was killed, or the others continued without it."""
+        """Return whether the job continues: the worker was killed, or left behind by the others."""
         return (
             (event.code < 0 or event.code == EXIT_PEER_FAILED)
             and event.is_worker
@@ -216,28 +215,28 @@ class Supervision:
         )
 
     def _can_lose_one(self) -> bool:
-        """Whether the job can continue without one more: at least one worker must remain."""
-        left = self.leader is not None or any(is_worker(name) for name in self.running)
-        return left and len(self.lost) < self.may_lose
+        """Return whether the job can continue without one more: at least one worker must remain."""
+        leader_remains = self.leader is not None or any(is_worker(name) for name in self.running)
+        return leader_remains and len(self.lost) < self.may_lose
 
     def _restartable(self, event: Ended) -> bool:
-        """Whether to start a worker again: it was killed, and restarts are left; or it was started
-        again before, and ended because the others had finished."""
+        """Return whether to start a worker again: it was killed, and restarts are left; or it was
+        started again before, and ended because the others had finished."""
         if event.code < 0:
             return len(self.replaced) < self.restarts and not self.over
         return event.member in {ended.member for ended in self.replaced}
 
     def escalate(self) -> signal.Signals | None:
-        """The deadline has passed: the next harder signal."""
+        """Return the next harder signal, as the deadline has passed."""
         if signal.SIGKILL in self._sent:
             self.running -= set(self.to_signal)  # stuck in the kernel: cannot be killed
             return None
         return self._send(signal.SIGKILL if signal.SIGTERM in self._sent else signal.SIGTERM)
 
     def _first_signal(self) -> signal.Signals:
-        """The signal that follows one to the launcher."""
-        assert self._asked is not None
-        by_hand = self._asked.signum == signal.SIGINT and not self._sent
+        """Return the signal that follows one to the launcher."""
+        assert self._stop_signal is not None
+        by_hand = self._stop_signal.signum == signal.SIGINT and not self._sent
         if by_hand:
             return signal.SIGINT
         return signal.SIGKILL if signal.SIGTERM in self._sent else signal.SIGTERM
@@ -251,9 +250,13 @@ class Supervision:
         return signum
 
     def verdict(self) -> Verdict:
-        """How the job ended, once no worker runs any more."""
+        """Return how the job ended, once no worker runs any more."""
         if not self._failures:
-            return Verdict(self._asked.exit_code, str(self._asked)) if self._asked else Verdict(0)
+            return (
+                Verdict(self._stop_signal.exit_code, str(self._stop_signal))
+                if self._stop_signal
+                else Verdict(0)
+            )
         cause = min(self._failures, key=lambda failure: failure.remoteness)
         if cause.remoteness and self._stuck:
             names = ", ".join(self._stuck)
@@ -272,12 +275,12 @@ class Supervision:
 
 
 def by_number(member: str) -> tuple[int, str]:
-    """Sorts ``rank 10`` after ``rank 9``."""
+    """Return a key that sorts ``rank 10`` after ``rank 9``."""
     return len(member), member
 
 
 def signal_name(signum: int) -> str:
-    """SIGTERM and so on; a number for an unknown one."""
+    """Return a signal's name, such as SIGTERM; a number for an unknown one."""
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -1,1 +1,1 @@
-"""A member of a job: its messages, the other members, joining and leaving."""
+"""A member of a job: its messages, its view of other members, joining and leaving."""

@@ -1,4 +1,4 @@
-"""Which members failed, are lost or come back; rank 0 decides and informs the others."""
+"""Coordination: rank 0 decides which members failed, are lost or come back, and informs all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Coordination:
     """One member's part of the coordination.
 
     Attributes:
-        lost: workers without which the job continues.
-        on_lost: rank 0 only: called with each lost worker; None: losing one ends the job.
-        on_return: called with a lost worker that sends a message again; the message is
-            dropped. None: it is a member again, as before.
-        processes: by name of a member: the process that the name belongs to.
+        lost: Workers without which the job continues.
+        on_lost: Rank 0 only: called with each lost worker. None: losing a worker ends the job.
+        on_return: Called with a lost worker that sends a message again; the message is dropped.
+            None: the worker is a member again, as before.
+        processes: By name of a member: the process that the name belongs to.
     """
 
     def __init__(self, pump: MessagePump, roster: Roster, waiter: Waiter) -> None:
@@ -43,14 +43,14 @@ class Coordination:
 
     @property
     def is_hub(self) -> bool:
-        """Whether this member is rank 0."""
+        """True if this member is rank 0."""
         return self._pump.name == HUB
 
     # ---- messages of other members
 
     def _admit(self, message: Message[Any]) -> bool:
-        """Whether to handle a message: its sender must be the process of that name, and must not be
-        a lost worker that has to rejoin first."""
+        """Return whether to handle a message: its sender must be the process of that name, and must
+        not be a lost worker that has to rejoin first."""
         self._require_bound(message)
         if message.sender in self.lost and not self._asks_to_return(message):
             if self.on_return is not None:
@@ -61,7 +61,7 @@ class Coordination:
         return True
 
     def _require_bound(self, message: Message[Any]) -> None:
-        """A restarted worker is another process; it sends a Rejoin first."""
+        """Check that a restarted worker has sent a Rejoin, since it is another process."""
         known = self.processes.get(message.sender)
         if known not in (None, message.process) and not isinstance(message.body, Rejoin):
             raise FrameRefused(f"{message.sender} is another process")
@@ -70,7 +70,7 @@ class Coordination:
         return isinstance(message.body, Return | Rejoin) or message.sender in self._rejoining
 
     def _on_refused(self, message: Message[Any], error: FrameRefused) -> None:
-        """A round cannot close without a worker's gradient: if it is invalid, the job ends."""
+        """End the job if a worker's gradient is invalid: its round cannot close without it."""
         if isinstance(error, ContributionRefused) and message.sender in self.processes:
             reason = f"its gradient was refused by {self._pump.name}: {error}"
             self.report(message.sender, reason)
@@ -78,7 +78,7 @@ class Coordination:
     # ---- lost and returning workers
 
     def lose(self, name: str, silent_s: float) -> None:
-        """A member is silent: the job continues without it, or fails."""
+        """Continue without a silent member, or fail."""
         if self.on_lost is None or not self.is_hub or not is_worker(name):
             self.announce(Fault(name, None, silent_s))
             return
@@ -89,24 +89,24 @@ class Coordination:
         self.on_lost(name)
 
     def go_on_without(self, name: str) -> None:
-        """On workers other than rank 0: rank 0 has announced that a worker is lost."""
+        """Continue without a worker that rank 0 has announced as lost; not on rank 0."""
         with self._waiter.updating():
             self.lost.append(name)
         log_event(logger, "member_lost", at=self._pump.name, member=name)
 
     def give_up(self, name: str) -> None:
-        """On rank 0: a worker is known to be dead, before its silence shows it."""
+        """Continue without a worker that is known to be dead; on rank 0."""
         if name in self._roster.heard:
             self.lose(name, 0.0)
 
     def await_return(self, name: str, body: Rejoin, process: int) -> None:
-        """On rank 0: a worker was started again.
+        """Expect a worker that was started again; on rank 0.
 
         It may read the values that the others have gathered, and ask to be admitted; until then it
-        stays lost.
+        counts as lost.
 
         Raises:
-            FrameRefused: this is not a later incarnation of a known worker.
+            FrameRefused: The worker is unknown, or its incarnation is not a later one.
         """
         known = self._incarnations.get(name, 0)
         if name == HUB or name not in self.processes or body.incarnation <= known:
@@ -121,7 +121,7 @@ class Coordination:
             self._pump.transport.connect(name, body.address)
 
     def readmit(self, name: str, address: str, process: int) -> None:
-        """A lost worker is a member again, as another process at another address."""
+        """Make a lost worker a member again, as another process at another address."""
         self._pump.transport.connect(name, address)
         self._rejoining.discard(name)
         self.processes[name] = process
@@ -142,8 +142,8 @@ class Coordination:
         """Fail with a fault; rank 0 sends it to all others first.
 
         Args:
-            reported: whether the member that failed has shown the error itself.
-            by: the member that reported the fault, which needs no message; by default the one that
+            reported: True if the member that failed has shown the error itself.
+            by: The member that reported the fault, which needs no message; by default the one that
                 failed.
         """
         if self.is_hub:
@@ -168,7 +168,7 @@ class Coordination:
             log_event(logger, "member_failed", at=at, member=member, reason=fault.reason)
 
     def report(self, peer: str, reason: str) -> None:
-        """This member has detected that another one failed; call it on the pump's thread."""
+        """Report another member's failure, detected here; on the pump's thread."""
         if self._waiter.fault is not None:
             return
         if self.is_hub:
@@ -178,7 +178,7 @@ class Coordination:
             self._waiter.fail(PeerFailed(peer, reason))
 
     def on_failed(self, message: Message[Leave], reason: str) -> None:
-        """A member reports that it, or another one, has failed."""
+        """Handle a member's report that it, or another one, has failed."""
         fault = Fault(message.body.about or message.sender, reason, 0.0, message.body.where)
         self.announce(fault, reported=message.body.reported, by=message.sender)
 

@@ -1,8 +1,8 @@
 """One pair's view of a member: messages, rounds and waits of a model and its optimizer.
 
-A job may train several pairs. Each has its own rounds, and its messages carry its number; all
-share the member's thread, its lock, and what it knows of other members. Every wait has a limit; the
-error of a wait that reaches it names the missing members.
+A job may train several pairs. Each has its own rounds, and its messages carry its number. All share
+the member's thread, its lock, and its view of other members. Every wait has a limit; the error of a
+wait that reaches it names the missing members.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ class Endpoint:
     """One pair's view of a member.
 
     Args:
-        pair: the number that the pair's messages carry.
-
-    Attributes:
-        pump: receives messages and calls their handlers.
-        roster: when each member last sent something, and its progress.
-        waiter: the lock over what the pump's thread and the training thread share, and the job's
+        pair: The number that the pair's messages carry.
+        pump: Receives messages and calls their handlers.
+        roster: The time of each member's last message, and its progress.
+        waiter: The lock that the pump's thread and the training thread share, and the job's
             fault. Provides ``lock``, ``changed``, ``updating``, ``fail``, ``check``, ``pause``.
-        coordination: failed, lost and returning members. Provides ``lost`` and ``report``.
+        coordination: Failed, lost and returning members. Provides ``lost`` and ``report``.
     """
 
     def __init__(
@@ -60,18 +58,18 @@ class Endpoint:
         self._handlers: dict[type[object], Callable[[Message[Any]], None]] = {}
 
     def owned(self) -> Endpoint:
-        """Another endpoint of the same pair, for parts that close before the job ends."""
+        """Return another endpoint of the same pair, for parts that close before the job ends."""
         return Endpoint(self.pair, self.pump, self.roster, self.waiter, self.coordination)
 
     def close(self) -> None:
-        """Forget the handlers that were set through this endpoint."""
+        """Remove the handlers that were set through this endpoint."""
         for kind, handler in self._handlers.items():
             self.pump.stop_handling(kind, handler, pair=self.pair)
         self._handlers.clear()
 
     @property
     def now(self) -> float:
-        """The time, by the member's clock."""
+        """The time of the member's clock."""
         return self.pump.clock()
 
     @property
@@ -81,7 +79,7 @@ class Endpoint:
 
     @property
     def round(self) -> int:
-        """Rounds that this member has begun for this pair.
+        """The number of rounds that this member has begun for this pair.
 
         The roster has the sum over pairs. All workers make the rounds of all pairs in the same
         order, so their sums can be compared.
@@ -103,12 +101,12 @@ class Endpoint:
     def send(
         self, peer: str, body: AnyBody, frames: Sequence[Buffer] = (), *, priority: int = 0
     ) -> Ticket | None:
-        """Send to a peer; or to this member itself, which needs no ticket."""
+        """Send to a peer, or to this member itself, which needs no ticket."""
         return self.pump.send(peer, body, frames, priority=priority, pair=self.pair)
 
     @property
     def refused(self) -> int:
-        """How many messages the member refused, of all pairs."""
+        """The number of messages that the member refused, of all pairs."""
         return self.pump.refused
 
     @property
@@ -124,11 +122,12 @@ class Endpoint:
         """Wait until ``holds()``.
 
         Args:
-            what: what the wait is for, in error messages.
-            missing: the missing members; by default, workers that have not begun this round.
+            what: The object of the wait, for error messages.
+            missing: Returns the missing members; by default, workers that have not begun this
+                round.
 
         Raises:
-            RuntimeFault: the job's fault.
+            RuntimeFault: The job has a fault.
             WaitLimit: ``limit_s`` have passed.
         """
         if self.waiter.wait(holds, limit_s):
@@ -138,8 +137,8 @@ class Endpoint:
         raise WaitLimit(what, limit_s, names, self.last_refusal)
 
     def wait_for_end(self, holds: Holds, *, what: str, limit_s: float, missing: Missing) -> None:
-        """The same at the end of training: where workers are not in lockstep, each round that a
-        worker begins resets the limit."""
+        """Wait until ``holds()`` at the end of training: where workers are not in lockstep, each
+        round that a worker begins resets the limit."""
         while True:
             before = dict(self.roster.rounds)
             try:

@@ -16,15 +16,15 @@ class ExitBarrier:
     """One member's side of leaving the job.
 
     Attributes:
-        dismissed: rank 0 has ended the job.
-        summaries: rank 0 only: by name, the metrics of workers that have left.
+        dismissed: True once rank 0 has ended the job.
+        summaries: Rank 0 only: by name, the metrics of workers that have left.
     """
 
     def __init__(self, member: Endpoint, heartbeat: Heartbeat) -> None:
         self._member, self._roster, self._heartbeat = member, member.roster, heartbeat
         self.dismissed = False
         self.summaries: dict[str, bytes] = {}
-        self._retired: set[str] = set()  # rank 0 only: those that have made their last round
+        self._retired: set[str] = set()  # rank 0 only: workers that have made their last round
         self._everybody_here: bool | None = None  # rank 0's Final: no worker trains any more
         member.on(Leave, self._on_leave)
         member.on(WorkerLeft, self._on_worker_left)
@@ -34,7 +34,7 @@ class ExitBarrier:
         """Wait until no worker trains any more.
 
         Returns:
-            Whether no worker was lost, so that all can take the last weights together.
+            True if no worker was lost, so that all can take the last weights together.
         """
         what = "the other workers to finish training"
         if not self._member.is_hub:
@@ -65,13 +65,13 @@ class ExitBarrier:
         """Leave after a normal end, with this worker's metrics, and wait until all workers do.
 
         Args:
-            before_dismissal: rank 0 calls it before any worker can begin another job.
+            before_dismissal: Rank 0 calls it before any worker can begin another job.
 
         Returns:
-            On rank 0, the metrics of ranks 1 to n-1; nothing elsewhere.
+            On rank 0, the metrics of ranks 1 to n-1; an empty list on other ranks.
 
         Raises:
-            RuntimeFault: in lockstep, some worker still trains while rank 0 has finished.
+            RuntimeFault: In lockstep, a worker still trains while rank 0 has finished.
         """
         if not self._member.is_hub:
             self._member.send(HUB, Leave(round=self._roster.round), [summary])
@@ -116,8 +116,8 @@ class ExitBarrier:
         """Report that this member ends with an error; only ``stop`` may follow.
 
         Args:
-            reported: whether this process has shown the error itself.
-            where: the line of the user's code that failed.
+            reported: True if this process has shown the error itself.
+            where: The line of the user's code that failed.
         """
         if isinstance(self._member.fault, PeerLost | PeerFailed):
             return  # rank 0 already knows, or has announced it
@@ -150,5 +150,5 @@ class ExitBarrier:
 
 
 def others_than_hub(world_size: int) -> list[str]:
-    """The names of ranks 1 to n-1."""
+    """Return the names of ranks 1 to n-1."""
     return [f"rank {rank}" for rank in range(1, world_size)]

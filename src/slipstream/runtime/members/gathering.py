@@ -1,8 +1,8 @@
 """Gather values of all ranks on all ranks, over the job's own links.
 
-Rank 0 collects them. It answers a rank when all requested values have arrived; it does not wait for
-workers without which the job continues. It keeps answered values for a while, because a
-restarted worker asks for the values that the others gathered before it came back.
+Rank 0 collects them. It answers a rank when all requested values have arrived. It does not wait for
+workers without which the job continues. It keeps answered values for a while, because a restarted
+worker asks for the values that the others gathered before it came back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 Source = Literal["all", "any"] | Rank
 Values = Mapping[Rank, bytes]
 T = TypeVar("T")
-# By the first part of a key: the collective call that it belongs to.
+# By the first part of a key: the collective call to which it belongs.
 CALLS = {
     "model": "job.distribute",
     "broadcast": "job.broadcast",
@@ -54,12 +54,12 @@ class Record:
     values: dict[Rank, bytes] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
 
-    def missing(self, here: Collection[Rank]) -> list[Rank]:
-        """The live ranks whose values have not arrived."""
+    def missing(self, live: Collection[Rank]) -> list[Rank]:
+        """Return the live ranks whose values have not arrived."""
         if self.source == "any":
-            return [] if self.values else sorted(here)
-        givers = here if self.source == "all" else {self.source}
-        return sorted(set(givers) - self.values.keys())
+            return [] if self.values else sorted(live)
+        senders = live if self.source == "all" else {self.source}
+        return sorted(set(senders) - self.values.keys())
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ class Kept:
         self._last_bytes = 0
 
     def add(self, key: str, nbytes: int) -> list[str]:
-        """Keep one more key; returns the keys that are no longer kept."""
+        """Keep one more key; return the keys that are no longer kept."""
         if self._first < KEPT and self._first_bytes + nbytes <= KEPT_BYTES:
             self._first += 1
             self._first_bytes += nbytes
@@ -92,22 +92,22 @@ class Kept:
 
 
 class Collector:
-    """Rank 0's side, pure: takes contributions, and decides which ranks get which values."""
+    """The state of rank 0, pure: takes contributions, decides which ranks get which values."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._records: dict[str, Record] = {}
         self._open: dict[str, None] = {}  # keys, oldest first
-        self._kept = Kept()
+        self._ended_keys = Kept()
 
     def contribute(
         self, key: str, source: Source, rank: Rank, value: bytes | None, *, asks: bool = True
     ) -> None:
-        """Take a contribution; raises FrameRefused if it is invalid."""
+        """Take a contribution; raise FrameRefused if it is invalid."""
         record = self._records.get(key)
         if record is None:
             if len(self._open) >= MOST_OPEN:
-                raise FrameRefused(f"{MOST_OPEN} gatherings are open; no more are begun")
+                raise FrameRefused(f"{MOST_OPEN} gatherings are open, which is the limit")
             record = self._records[key] = Record(source)
             self._open[key] = None
         if record.source != source:
@@ -119,38 +119,45 @@ class Collector:
             record.waiting.add(rank)
 
     def due(self, lost: Collection[Rank]) -> Iterator[tuple[str, list[Rank], Values]]:
-        """Keys whose values have all arrived, the ranks that wait for them, and the values."""
-        here = set(range(self._workers)) - set(lost)
+        """Yield complete keys, the ranks that wait for them, and the values."""
+        live = set(range(self._workers)) - set(lost)
         for key in list(self._open):
-            if not self._records[key].missing(here):
+            if not self._records[key].missing(live):
                 del self._open[key]
                 yield from self.answer(key)
-                for old in self._kept.add(key, self._records[key].nbytes):
+                for old in self._ended_keys.add(key, self._records[key].nbytes):
                     self._records.pop(old, None)
 
     def answer(self, key: str) -> Iterator[tuple[str, list[Rank], Values]]:
-        """The same for one key whose gathering has ended."""
+        """Yield the same for one key whose gathering has ended."""
         record = self._records.get(key)
         if record is not None and key not in self._open and record.waiting:
             waiting, record.waiting = sorted(record.waiting), set()
             yield key, waiting, dict(sorted(record.values.items()))
 
     def awaited(self, lost: Collection[Rank]) -> dict[str, list[str]]:
-        """By key, of the oldest gatherings: the ranks whose values have not arrived."""
-        here = set(range(self._workers)) - set(lost)
+        """Return, by key of the oldest gatherings, the ranks whose values have not arrived."""
+        live = set(range(self._workers)) - set(lost)
         return {
-            key: [f"rank {rank}" for rank in self._records[key].missing(here)]
+            key: [f"rank {rank}" for rank in self._records[key].missing(live)]
             for key in islice(self._open, SHOWN_OPEN)
         }
 
 
 class Gathering:
-    """One rank's side; readers wait, within a limit."""
+    """One rank's side; readers wait, within a limit.
+
+    Args:
+        member: This rank's member, which sends the values.
+        rank: This rank.
+        workers: The number of ranks.
+        limit_s: The longest wait for a value.
+    """
 
     def __init__(self, member: Member, rank: Rank, workers: int, limit_s: float) -> None:
         self.limit_s = limit_s
         self._member, self._rank = member, rank
-        self._wanted: set[str] = set()
+        self._requested: set[str] = set()
         self._results: dict[str, Values] = {}
         self._watch: Callable[[Sequence[str]], None] = lambda missing: member.check()
         member.on(Gathered, self._on_gathered)
@@ -163,7 +170,7 @@ class Gathering:
 
     @contextmanager
     def watched(self, watch: Callable[[Sequence[str]], None]) -> Iterator[None]:
-        """Within, ``watch`` is called while waiting, with the names of those who are missing."""
+        """Call ``watch`` while waiting within the block, with the names of the missing ranks."""
         before, self._watch = self._watch, watch
         try:
             yield
@@ -173,9 +180,9 @@ class Gathering:
     # ---- what ranks call
 
     def gather(self, key: str, value: object, kind: type[T]) -> list[T]:
-        """Every rank's value, by rank; every rank must call it with the same key.
+        """Return every rank's value, by rank; every rank must call it with the same key.
 
-        Workers that the others go on without are left out.
+        Workers without which the others continue are left out.
         """
         self._send(Contribute(key, "all", asks=True), encoded(value))
         return [decoded(content, kind) for content in self._result(key).values()]
@@ -185,7 +192,7 @@ class Gathering:
         self._send(Contribute(key, self._rank, asks=False), encoded(value))
 
     def read(self, key: str, rank: Rank, kind: type[T]) -> T:
-        """The value that a rank has posted under a key."""
+        """Return the value that a rank has posted under a key."""
         self._send(Contribute(key, rank, asks=True))
         return decoded(self._result(key)[rank], kind)
 
@@ -194,12 +201,12 @@ class Gathering:
         self._send(Contribute(key, "any", asks=False), content)
 
     def get(self, key: str) -> bytes:
-        """The value of such a key."""
+        """Return the value of a key that any one rank sets."""
         self._send(Contribute(key, "any", asks=True))
         return next(iter(self._result(key).values()))
 
     def is_first(self, key: str) -> bool:
-        """Whether this rank is the first to call it; each rank calls it once."""
+        """Return whether this rank is the first to call it; each rank calls it once per key."""
         self._send(Contribute(key, "any", asks=True), b"")
         return self._rank in self._result(key)
 
@@ -210,13 +217,13 @@ class Gathering:
                 f"{LARGEST_VALUE_BYTES} are; share a path or a checksum instead"
             )
         if body.asks:
-            self._wanted.add(body.key)
+            self._requested.add(body.key)
         self._member.send(HUB, body, contents, priority=URGENT)
 
     def _result(self, key: str) -> Values:
         self._wait(key)
         with self._member.lock:
-            self._wanted.discard(key)
+            self._requested.discard(key)
             return self._results.pop(key)
 
     def _wait(self, key: str) -> None:
@@ -226,7 +233,7 @@ class Gathering:
             try:
                 self._watch(missing)
             except RuntimeFault:
-                if key not in self._results:  # else the values arrived meanwhile
+                if key not in self._results:  # otherwise the values arrived meanwhile
                     raise
             if time.monotonic() > deadline:
                 raise WaitLimit(waiting_for(key), self.limit_s, missing or [HUB])
@@ -237,10 +244,10 @@ class Gathering:
 
     def _on_gathered(self, message: Message[Gathered]) -> None:
         body = message.body
-        if message.sender != HUB or body.key not in self._wanted:
+        if message.sender != HUB or body.key not in self._requested:
             raise FrameRefused(f"{message.sender} sent values of {body.key!r} without a request")
         if len(body.ranks) != len(message.frames):
-            raise FrameRefused(f"{len(message.frames)} values of {len(body.ranks)} ranks")
+            raise FrameRefused(f"{len(message.frames)} values for {len(body.ranks)} ranks")
         with self._member.updating():
             self._results[body.key] = {
                 rank: bytes(frame) for rank, frame in zip(body.ranks, message.frames, strict=True)
@@ -270,7 +277,7 @@ class Gathering:
 
 
 def encoded(value: object) -> bytes:
-    """A value as bytes; raises ConfigError if it is not plain data."""
+    """Return a value as bytes; raise ConfigError if it is not plain data."""
     try:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -281,7 +288,7 @@ def encoded(value: object) -> bytes:
 
 
 def decoded(content: bytes, kind: type[T]) -> T:
-    """The value of these bytes; raises FrameRefused if they hold no such value."""
+    """Return the value of these bytes; raise FrameRefused if they hold no such value."""
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except msgspec.MsgspecError as error:
@@ -289,7 +296,7 @@ def decoded(content: bytes, kind: type[T]) -> T:
 
 
 def waiting_for(key: str) -> str:
-    """What a wait for a key is for, in error messages."""
+    """Return the object of a wait for a key, for error messages."""
     first = key.partition("/")[0]
     if first == "joined":
         return "all ranks to join"

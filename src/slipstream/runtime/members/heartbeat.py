@@ -25,10 +25,10 @@ class Heartbeat:
     """One member's heartbeats, and the content of rank 0's last one.
 
     Attributes:
-        finished: rank 0 only: it has finished, and waits for the other ranks.
-        awaited: rank 0 only: by key of a gathering, the ranks that have not contributed yet.
-        last_done: members that have finished, as of rank 0's last heartbeat.
-        last_awaited: what ``awaited()`` was at rank 0's last heartbeat.
+        finished: Rank 0 only: it has finished, and waits for the other ranks.
+        awaited: Rank 0 only: returns, by key of a gathering, the ranks that have not contributed.
+        last_done: The members that have finished, as of rank 0's last heartbeat.
+        last_awaited: The value of ``awaited()`` at rank 0's last heartbeat.
     """
 
     def __init__(self, member: Endpoint) -> None:
@@ -71,9 +71,10 @@ class Heartbeat:
         early = self._roster.finished_early()
         if early and self._member.fault is None:
             why = f"has finished, but rank 0 still trains: {SAME_STEPS}"
-            # It reads this as rank 0's reason, so the reason names it; before what all are sent.
-            told = Leave(f"{early[0]} {why}", reported=True)
-            self._member.transport.send(early[0], told, priority=CONTROL)
+            # It takes this as rank 0's own reason, so the reason names the worker; sent before the
+            # fault.
+            fault_report = Leave(f"{early[0]} {why}", reported=True)
+            self._member.transport.send(early[0], fault_report, priority=CONTROL)
             self._member.report(early[0], f"it {why}")
 
     def _on_beat(self, message: Message[Beat]) -> None:
@@ -96,10 +97,10 @@ class Heartbeat:
             self._roster.rounds[sender] = beat.rounds.get(sender, 0)
 
     def check_collective(self, what: str) -> Callable[[Sequence[str]], None]:
-        """A check to call while waiting for every rank in ``what``, with the missing ranks.
+        """Return a check to call with the missing ranks while waiting for every rank in ``what``.
 
-        It raises RuntimeFault if one of them has finished or has begun a later round, and so will
-        never make this call.
+        The check raises RuntimeFault if one of them has finished or has begun a later round, and so
+        will never make this call.
         """
 
         def check(missing: Sequence[str]) -> None:
@@ -117,9 +118,10 @@ class Heartbeat:
         return check
 
     def check_end(self, steps: int) -> Callable[[Sequence[str]], None]:
-        """The same for a rank that has finished after this number of steps.
+        """Return the same check for a rank that has finished after this number of steps.
 
-        It raises RuntimeFault if missing ranks have begun a later round, which waits for this rank.
+        The check raises RuntimeFault if missing ranks have begun a later round, which waits for
+        this rank.
         """
 
         def check(missing: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from slipstream.transports.zmq import ZmqTransport
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits; every wait has one of these."""
+    """The time limits of a job; every wait has one of these."""
 
     start_s: float
     wait_s: float
@@ -46,13 +46,13 @@ class Membership:
         self.rendezvous.close()
 
     def finish_training(self) -> bool:
-        """Wait until no worker trains any more. Returns whether no worker was lost."""
+        """Wait until no worker trains any more; return whether no worker was lost."""
         return self.member.exit_barrier.finish_training(
             self.env.rank, self.env.world_size, self.limits.wait_s
         )
 
     def leave(self, summary: bytes) -> list[bytes]:
-        """Leave after a normal end; returns, on rank 0, the metrics of ranks 1 to n-1."""
+        """Leave after a normal end; on rank 0 return the metrics of ranks 1 to n-1."""
         return self.member.exit_barrier.leave(
             summary, self.env.world_size, self.limits.wait_s, before_dismissal=self.close_store
         )
@@ -70,10 +70,10 @@ def join(env: Environment, limits: Limits, store: Any = None) -> Membership:
     """Find the other ranks, connect to them, and start the heartbeat.
 
     Args:
-        store: rank 0's store, if it is open already.
+        store: Rank 0's store, if it is open already.
     """
     if default_group_store(env) is not None:
-        env = replace(env, agent_store=True)  # torch's: it may listen on every address
+        env = replace(env, agent_store=True)  # torch's store may listen on every address
     env = env.with_secret()
     await_name(env, limits.start_s)
     host = env.listen_host()
@@ -128,7 +128,6 @@ def _link(env: Environment, member: Member, run: Run, addresses: Sequence[str]) 
 
 
 def end_with(launcher: int | None) -> None:
-    """End this process when its launcher has ended; Linux does this itself, other systems do
-    not."""
+    """End this process if its launcher has ended; Linux does this by itself."""
     if os.getppid() == 1 and launcher != 1:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Whether a member's links are congested, measured from its own transfers."""
+"""The congestion of a member's links, measured from its own transfers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOLDS_S = 5.0  # how long an estimate is valid: with less traffic there is less 
 
 @dataclass(slots=True)
 class Watched:
-    """One link: its measured rate; if it was congested, until when this is assumed."""
+    """A link: its measured rate, and the time until which it is assumed to be congested."""
 
     passive: Passive = field(default_factory=Passive)
     nbytes: int = 0
@@ -22,10 +22,16 @@ class Watched:
 
 
 class LinkWatch:
-    """A link is congested if it carried less than ``enough`` bytes/s to a peer while it was busy.
+    """A watch over links: congested is one that carried less than ``enough`` bytes/s while busy.
 
     A link that carries little shows little, so a result is valid for ``HOLDS_S`` only. After that,
     one clock is sent as if the link were free, and measured again.
+
+    Args:
+        transport: The transport, which counts what has arrived.
+        peers: The names of the peers.
+        enough: The bytes/s below which a busy link is congested; None: no link is.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -39,12 +45,12 @@ class LinkWatch:
         self._watched = {peer: Watched() for peer in peers}
 
     def congested(self) -> bool:
-        """Whether any of the links is."""
+        """Return whether any of the links is congested."""
         if self._enough is None:
             return False
         now = self._clock()
-        lacking = [peer for peer, link in self._watched.items() if self._lacks(peer, link, now)]
-        return bool(lacking)
+        congested = [peer for peer, link in self._watched.items() if self._lacks(peer, link, now)]
+        return bool(congested)
 
     def _lacks(self, peer: str, link: Watched, now: float) -> bool:
         assert self._enough is not None
@@ -53,7 +59,7 @@ class LinkWatch:
         if nbytes < link.nbytes:  # a new connection, which counts from 0
             link.nbytes, link.seconds = 0, 0.0
         link.passive.tell(nbytes - link.nbytes, max(0.0, seconds - link.seconds))
-        if link.passive.bytes_s != before:  # else it was too little, and accumulates
+        if link.passive.bytes_s != before:  # otherwise it was too little, and accumulates
             link.nbytes, link.seconds = nbytes, seconds
         if link.until is not None and now > link.until:
             link.passive, link.nbytes, link.seconds, link.until = Passive(), nbytes, seconds, None

@@ -1,8 +1,8 @@
 """A member of a job: its messages, its heartbeats, its view of the other members, its exit.
 
 Rank 0 is the hub: every member sends heartbeats to it, and it sends to all members the progress of
-all, and which members are lost or failed. A worker handles messages on its own thread; a server
-handles them on its main thread.
+all, and which members are lost or failed. A worker handles messages on a separate thread, a server
+on its main thread.
 """
 
 from __future__ import annotations
@@ -41,21 +41,23 @@ B = TypeVar("B")
 
 
 class Member(Endpoint):
-    """One member, made of parts that each own one concern. It is also pair 0's endpoint.
+    """One member, made of parts with one concern each. It is also pair 0's endpoint.
 
     Args:
-        silence_s: how long another member may be silent before it counts as lost.
-        clock: seconds that only grow; a simulation passes its own.
-        waiter: how to wait for other threads; a simulation passes its own.
-        trace: called with every message; for simulations.
+        name: The member's name: ``rank 2`` or ``server 0``.
+        transport: The transport of its messages.
+        silence_s: The silence after which another member counts as lost.
+        clock: Returns seconds that only grow; a simulation passes its own.
+        waiter: Waits for other threads; a simulation passes its own.
+        trace: Called with every message; for simulations.
 
     Attributes:
-        pump: receives messages and calls their handlers. Provides ``on_any_pair``, ``on_tick``
+        pump: Receives messages and calls their handlers. Provides ``on_any_pair``, ``on_tick``
             and ``pump_once``.
-        roster: when each member last sent something, and its progress.
-        coordination: failed, lost and returning members.
-        heartbeat: sends heartbeats, and keeps rank 0's last one.
-        exit_barrier: leaving the job. Provides ``abandon``.
+        roster: The time of each member's last message, and its progress.
+        coordination: Failed, lost and returning members.
+        heartbeat: Sends heartbeats, and keeps rank 0's last one.
+        exit_barrier: The end of the job. Provides ``abandon``.
     """
 
     def __init__(
@@ -78,10 +80,10 @@ class Member(Endpoint):
         self.abandon = self.exit_barrier.abandon
 
     def for_pair(self, pair: int) -> Endpoint:
-        """One pair's view of this member; pair 0 uses the member itself.
+        """Return one pair's view of this member; pair 0 uses the member itself.
 
         Args:
-            pair: the number that the pair's messages carry.
+            pair: The number that the pair's messages carry.
 
         Returns:
             An endpoint whose handlers take this pair's messages only, and whose rounds count from
@@ -120,7 +122,7 @@ class Member(Endpoint):
 
     @property
     def dismissed(self) -> bool:
-        """Whether rank 0 has ended the job."""
+        """True if rank 0 has ended the job."""
         return self.exit_barrier.dismissed
 
     def stop(self) -> None:
@@ -129,7 +131,7 @@ class Member(Endpoint):
 
 
 def internal_fault(error: Exception) -> RuntimeFault:
-    """The fault of a job whose message pump has failed."""
+    """Return the fault of a job whose message pump has failed."""
     fault = RuntimeFault(f"slipstream's network thread failed: {type(error).__name__}: {error}")
     fault.__cause__ = error
     return fault

@@ -1,4 +1,4 @@
-"""Receiving: one thread takes a member's messages one by one and calls their handlers."""
+"""The message pump: one thread takes a member's messages one by one and calls their handlers."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from slipstream.transports.wire import AnyBody, Message
 from slipstream.types import Buffer
 
 TICK_S = 0.5
-JOIN_S = 10.0  # for the thread to end
+JOIN_S = 10.0  # limit for the thread to end
 Handler = Callable[[Message[Any]], None]
 B = TypeVar("B")
 logger = logging.getLogger(__name__)
 
 
 def drop(message: Message[Any]) -> None:
-    """Handles messages whose receiver has closed."""
+    """Ignore a message whose receiver has closed."""
 
 
 class MessageTrace(Protocol):
-    """Called with every message that a member sends, and with every one that it handles."""
+    """A record of every message that a member sends, and of every one that it handles."""
 
     def sent(self, peer: str, body: AnyBody, priority: int) -> None:
-        """A message is sent."""
+        """Record that a message is sent."""
 
     def handled(self, message: Message[Any]) -> None:
-        """A message is about to be handled."""
+        """Record that a message is about to be handled."""
 
 
 class MessagePump:
     """Messages in and out of one member.
 
+    Args:
+        name: The member's name.
+        transport: The transport of its messages.
+        clock: Returns the time in seconds.
+        trace: Called with every message, if there is one.
+
     Attributes:
-        admit: called before a message's handler; False drops the message, FrameRefused refuses it.
-        on_refused: called with each message that was refused, and why.
-        beat: called after each tick, with how late the tick was in seconds.
-        refused: how many messages were refused.
-        last_refusal: the sender of the last refused message, and the reason.
-        tick_at: when ticks are next due.
+        admit: Called before a message's handler; False drops the message, FrameRefused refuses it.
+        on_refused: Called with each message that was refused, and the error.
+        beat: Called after each tick, with how late the tick was in seconds.
+        refused: The number of messages that were refused.
+        last_refusal: The sender of the last refused message, and the reason.
+        tick_at: The time at which ticks are next due.
     """
 
     def __init__(
@@ -76,10 +82,10 @@ class MessagePump:
     def stop_handling(
         self, kind: type[B], handler: Callable[[Message[B]], None], *, pair: int = 0
     ) -> None:
-        """Drop messages that this handler would get, and forget it: it may hold much memory.
+        """Drop messages that this handler would get, and release it, since it may hold much memory.
 
-        Messages that are under way when its owner closes are no mistake of their senders. Nothing
-        happens if another handler has replaced it.
+        Messages in flight when its owner closes are no mistake of their senders. Nothing happens if
+        another handler has replaced it.
         """
         if self._handlers.get((kind, pair)) == handler:
             self._handlers[kind, pair] = drop
@@ -116,11 +122,11 @@ class MessagePump:
 
     @property
     def own_queue(self) -> int:
-        """How many messages of the member to itself are waiting."""
+        """The number of messages of the member to itself that are waiting."""
         return len(self._own)
 
     def start(self, on_error: Callable[[Exception], None]) -> None:
-        """Run on a separate thread; ``on_error`` gets the error that ends it early."""
+        """Run on a separate thread; ``on_error`` gets an error that ends it early."""
         self._thread = threading.Thread(target=self.run, args=[on_error], daemon=True)
         self._thread.name = f"slipstream {self.name}"
         self._thread.start()
@@ -141,7 +147,7 @@ class MessagePump:
         self.tick()
 
     def tick(self) -> None:
-        """Make the calls of ``on_tick`` and beat, if they are due."""
+        """Call what ``on_tick`` has added, and beat, if ticks are due."""
         now = self.clock()
         if now < self.tick_at:
             return

@@ -1,9 +1,9 @@
 """The rendezvous of a job's ranks: torch's TCPStore, which anyone who reaches it may change.
 
 So it holds nothing secret, and no value is trusted without a signature. Each rank posts a fresh
-nonce, signed with the job's key. All nonces together make the key of this run, which signs the
-addresses. So no value of an earlier run, or from another key in the store, is accepted as
-one of this run. After that, everything goes over authenticated links.
+nonce, signed with the job's key. All nonces together give the key of this run, which signs the
+addresses. So no value of an earlier run, or of another key in the store, is accepted as one of this
+run. After that, all messages are sent over authenticated links.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _jobs = itertools.count()  # a process may run several, one after the other
 
 
 class StoreClosed(PeerFailed):
-    """The store that rank 0 hosts is closed."""
+    """An error that the store which rank 0 hosts is closed."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank posts first: a nonce of its process, and its WORLD_SIZE."""
+    """The first value that a rank posts: a nonce of its process, and its WORLD_SIZE."""
 
     nonce: bytes
     world_size: int
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the ranks of one run have in common, and the process number of each rank."""
+    """The credentials of one run, and the process number of each rank."""
 
     credentials: Credentials
     processes: tuple[int, ...]
@@ -63,7 +63,8 @@ class Rendezvous:
     """One rank's view of the store, until the ranks have found each other.
 
     Args:
-        store: one that is open already; by default that of torch's default group, else rank 0's.
+        store: A store that is open already; by default that of torch's default group, else rank
+            0's.
     """
 
     def __init__(self, env: Environment, *, limit_s: float, store: Any = None) -> None:
@@ -81,14 +82,14 @@ class Rendezvous:
         return process_number(self._nonce)
 
     def close(self) -> None:
-        """All ranks have joined: rank 0 stops listening, unless torchrun's agent hosts the store,
-        or torch uses it too."""
+        """Stop listening on rank 0, as all ranks have joined, unless torchrun's agent hosts the
+        store or torch uses it too."""
         self.store = None
 
     def _shared_token(self) -> bytes:
-        """Without a secret, rank 0 generates one; anyone who reaches the store can read it.
+        """Return a secret of rank 0, if there is none; all who reach the store can read it.
 
-        ``Environment.with_secret`` has made sure that the store listens on loopback only.
+        ``Environment.with_secret`` has checked that the store listens on loopback only.
         """
         if self._env.rank == 0:
             self._ask("set", "token", secrets.token_hex(32))
@@ -96,7 +97,7 @@ class Rendezvous:
         return bytes(self._ask("get", "token"))
 
     def meet(self) -> Run:
-        """Claim this rank's place and wait for the other ranks; returns what they have in common.
+        """Claim this rank's place and wait for the other ranks; return their run.
 
         If the store closes meanwhile, it belonged to the previous job of the same processes.
         """
@@ -118,7 +119,7 @@ class Rendezvous:
             self._master = self._shared_token()
         credentials = Credentials.for_run(self._master, b"meeting", encrypt=False)
         if not env.incarnation:
-            self._take_place(credentials)
+            self._claim_rank(credentials)
         places = self._read_all("place", credentials, Place)
         for rank, place in enumerate(places):
             self._check_place(rank, place)
@@ -133,20 +134,20 @@ class Rendezvous:
         )
 
     def addresses(self, run: Run, own: str) -> tuple[str, ...]:
-        """The address of every rank, by rank."""
+        """Return the address of every rank, by rank."""
         if not self._env.incarnation:
             self._post("address", run.credentials, own)
         addresses = self._read_all("address", run.credentials, str)
         addresses[self._env.rank] = own
         return tuple(addresses)
 
-    def _take_place(self, credentials: Credentials) -> None:
+    def _claim_rank(self, credentials: Credentials) -> None:
         key = f"place/{self._env.rank}"
         own = self._signed(key, credentials, Place(self._nonce, self._env.world_size))
-        found = bytes(self._ask("compare_set", key, "", own))
-        if found == own:
+        stored = bytes(self._ask("compare_set", key, "", own))
+        if stored == own:
             return
-        self._opened(key, found, self._env.rank, credentials, Place)
+        self._verified(key, stored, self._env.rank, credentials, Place)
         raise LaunchError(
             f"rank {self._env.rank} has joined the job at {self._where} already, in another "
             "process: another job uses this port, or this rank was started twice; choose another "
@@ -180,7 +181,7 @@ class Rendezvous:
         keys = {f"{kind}/{rank}": f"rank {rank}" for rank in range(self._env.world_size)}
         self._wait(keys)
         return [
-            self._opened(key, bytes(self._ask("get", key)), rank, credentials, of)
+            self._verified(key, bytes(self._ask("get", key)), rank, credentials, of)
             for rank, key in enumerate(keys)
         ]
 
@@ -193,13 +194,12 @@ class Rendezvous:
         return credentials.sign(self._claim(key, content)) + content
 
     def _claim(self, key: str, content: bytes) -> bytes:
-        """The signed content: a value with its whole key, so that it is invalid under another
-        key."""
+        """Return the content to sign: a value with its key, invalid under other keys."""
         return msgspec.msgpack.encode((self._prefix, key, content))
 
     @property
     def _same_secret(self) -> str:
-        """How all ranks get the same secret."""
+        """The advice on giving all ranks the same secret."""
         if (own := self._env.secret_from) is not None:
             return (
                 f"this rank took your own, {own}, and hosts without a shared home have different "
@@ -208,15 +208,17 @@ class Rendezvous:
             )
         return "set SLIPSTREAM_SECRET (or the secret file) to the same text on every rank"
 
-    def _opened(self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]) -> T:
+    def _verified(
+        self, key: str, raw: bytes, rank: int, credentials: Credentials, of: type[T]
+    ) -> T:
         signature, content = raw[:SIGNATURE_BYTES], raw[SIGNATURE_BYTES:]
         if not credentials.genuine(self._claim(key, content), signature):
             if rank == self._env.rank:
-                named = f"the value of rank {rank}, this process's own rank,"
+                subject = f"the value of rank {rank}, this process's own rank,"
             else:
-                named = f"the value of rank {rank}"
+                subject = f"the value of rank {rank}"
             raise SecretError(
-                f"{named} in the store at {self._where} is not signed with this job's secret: "
+                f"{subject} in the store at {self._where} is not signed with this job's secret: "
                 f"{self._same_secret}; if it is the same, another job uses this port, or another "
                 "program writes to it",
                 # Rank 0 detects it too, unless it is in a job that has begun.
@@ -225,7 +227,7 @@ class Rendezvous:
         return msgspec.msgpack.decode(content, type=of)
 
     def _wait(self, whom: Mapping[str, str]) -> None:
-        """Wait until all keys are there; ``whom`` has, by key, the rank that posts it."""
+        """Wait until all keys are set; ``whom`` has, by key, the rank that posts it."""
         deadline = time.monotonic() + self._limit_s
         pause_s = SHORTEST_PAUSE_S
         while not self._has(list(whom)):

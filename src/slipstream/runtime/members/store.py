@@ -1,8 +1,8 @@
 """The store in which ranks meet: torch's TCPStore, one for torch and slipstream.
 
-Rank 0 hosts it at MASTER_PORT, unless torchrun's agent does. Torch's default group, made by
-``init_process_group``, and slipstream share it, whichever comes first: the server of a process is
-torch's multi-tenant one, which is closed when its last user is gone.
+Rank 0 hosts it at MASTER_PORT, unless torchrun's agent does. Torch's default group, created by
+``init_process_group``, and slipstream share it, whichever comes first: the server in a process is
+torch's multi-tenant one, which closes when its last user has closed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from slipstream.runtime.process.environment import LOOPBACK, Environment, is_loo
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 TRY_S = 2.0
 NAME_PAUSE_S = 0.25
-WITHOUT_STORE = ("mpi", "fake")  # backends that meet elsewhere
+WITHOUT_STORE = ("mpi", "fake")  # backends whose ranks meet elsewhere
 
 _used_fds: set[int] = set()  # the launcher's sockets that a store has used and closed
 
 
 def default_group_store(env: Environment) -> Any:
-    """The store of torch's default group, if this process has one of the job's rank and size."""
+    """Return the store of torch's default group, if that has the job's rank and size."""
     if not distributed.is_available() or not distributed.is_initialized():
         return None
     own = distributed.get_rank(), distributed.get_world_size()
@@ -40,10 +40,10 @@ def default_group_store(env: Environment) -> Any:
 
 
 def require_same_world(env: Environment) -> None:
-    """Refuse to train alone in a process that torch has made one of several.
+    """Check that torch has not made this process one of several, if it is to train alone.
 
     Raises:
-        LaunchError: torch's default group has several ranks, and the environment describes one.
+        LaunchError: Torch's default group has several ranks, and the environment describes one.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return
@@ -86,7 +86,7 @@ def connect_store(env: Environment, limit_s: float) -> Any:
 
 
 def host_store(env: Environment, limit_s: float) -> Any:
-    """Rank 0's store; raises LaunchError if its port is taken."""
+    """Return rank 0's store; raise LaunchError if its port is taken."""
     try:
         return make_store(env, limit_s, listening_fd(env))
     except distributed.DistNetworkError as error:
@@ -94,20 +94,20 @@ def host_store(env: Environment, limit_s: float) -> Any:
 
 
 def cannot_listen(env: Environment, reason: str) -> LaunchError:
-    """The error of rank 0 if its port is taken."""
+    """Return the error of rank 0 if its port is taken."""
     where = f"{env.store_address}:{env.master_port}"
     return LaunchError(f"rank 0 cannot listen on {where}: {reason}; choose a free MASTER_PORT")
 
 
 def open_early(env: Environment, limit_s: float) -> Any:
-    """Rank 0's store on the launcher's socket, so that torch shares it; elsewhere None."""
+    """Return rank 0's store on the launcher's socket, so that torch shares it; elsewhere None."""
     if env.rank > 0 or env.world_size == 1 or env.store_fd is None:
         return None
     return None if default_group_store(env) is not None else connect_store(env, limit_s)
 
 
 def reach_store(env: Environment, limit_s: float) -> Any:
-    """Try until rank 0 answers or the time is up."""
+    """Return the store; try until rank 0 answers or the time is up."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -125,7 +125,7 @@ def reach_store(env: Environment, limit_s: float) -> Any:
 
 
 def unreachable(env: Environment, limit_s: float) -> LaunchError:
-    """The error of a rank that cannot reach the store."""
+    """Return the error of a rank that cannot reach the store."""
     return LaunchError(
         f"rank {env.rank} cannot reach rank 0 at {env.store_address}:{env.master_port} within "
         f"{limit_s:.0f} s; check that rank 0 runs and that MASTER_ADDR and MASTER_PORT are its"
@@ -135,7 +135,7 @@ def unreachable(env: Environment, limit_s: float) -> LaunchError:
 
 
 def only_this_host(env: Environment) -> str:
-    """What to add to an error about missing ranks, if those on other hosts cannot come."""
+    """Return a hint for an error about missing ranks, if those on other hosts cannot come."""
     if env.local_world_size == env.world_size or not is_loopback(env.master_addr):
         return ""
     return (
@@ -148,7 +148,7 @@ def await_name(env: Environment, limit_s: float) -> None:
     """Wait until MASTER_ADDR resolves: schedulers announce a name some time after it is used.
 
     Raises:
-        LaunchError: the name is unknown at the end of the time.
+        LaunchError: The name is unknown when the time is up.
     """
     deadline = time.monotonic() + limit_s
     while not env.one_host:
@@ -165,7 +165,7 @@ def await_name(env: Environment, limit_s: float) -> None:
 
 
 def make_store(env: Environment, limit_s: float, listening: int | None = None) -> Any:
-    """A client of the store; also its server, if there is a socket to listen on."""
+    """Create a client of the store, and its server if there is a socket to listen on."""
     return distributed.TCPStore(
         env.store_address,
         env.master_port,
@@ -179,7 +179,7 @@ def make_store(env: Environment, limit_s: float, listening: int | None = None) -
 
 
 def listening_fd(env: Environment) -> int:
-    """A socket for the store, on loopback only where all ranks are on one host."""
+    """Return a socket for the store, on loopback only if all ranks are on one host."""
     if env.store_fd is not None and env.store_fd not in _used_fds:
         _used_fds.add(env.store_fd)
         os.set_inheritable(env.store_fd, False)
@@ -202,7 +202,7 @@ def close_listener(env: Environment) -> None:
 
 
 def require_loopback(env: Environment, fd: int) -> None:
-    """Refuse a launcher's socket that other hosts reach, since they could read the token there."""
+    """Check that no other host reaches a launcher's socket, since it could read the token there."""
     with socket.socket(fileno=os.dup(fd)) as listener:
         host = str(listener.getsockname()[0])
     if env.secret is None and not is_loopback(host):
@@ -213,6 +213,6 @@ def require_loopback(env: Environment, fd: int) -> None:
 
 
 def bound_fd(host: str, env: Environment) -> int:
-    """A new listening socket at MASTER_PORT."""
+    """Return a new listening socket at MASTER_PORT."""
     with socket.create_server((host, env.master_port), backlog=2048) as server:
         return server.detach()

@@ -1,4 +1,4 @@
-"""How the training thread waits for the pump's thread; the job's first fault ends every wait."""
+"""Waits of the training thread for the pump's thread; the job's first fault ends every wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holds = Callable[[], bool]
 
 
 class Waiter:
-    """The lock over what both threads share, the condition on it, and the job's first fault.
+    """The lock that both threads share, the condition on it, and the job's first fault.
 
     A simulation passes its own to a ``Member``, which waits by delivering messages.
     """
@@ -30,7 +30,7 @@ class Waiter:
             self.changed.notify_all()
 
     def fail(self, fault: RuntimeFault) -> None:
-        """Remember the first fault; every wait, now or later, ends with it."""
+        """Record the first fault; every wait, now or later, ends with it."""
         with self.updating():
             self.fault = self.fault or fault
 
@@ -40,11 +40,11 @@ class Waiter:
             raise self.fault
 
     def wait(self, holds: Holds, limit_s: float) -> bool:
-        """Wait until ``holds()``, a fault or the limit. Returns whether it holds."""
+        """Wait until ``holds()``, a fault or the limit; return whether it holds."""
         with self.changed:
             self.changed.wait_for(lambda: holds() or self.fault is not None, timeout=limit_s)
             return holds()
 
     def pause(self, seconds: float) -> None:
-        """Give queued messages time to leave."""
+        """Give queued messages time to be sent."""
         time.sleep(seconds)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def difference(rank: int, first: Sequence[str], other: Sequence[str], whose: str) -> str:
-    """The first line in which a rank's model or strategy differs; ``whose`` names the owner of the
-    first lines."""
+    """Return the first line in which a rank's model or strategy differs; ``whose`` names the owner
+    of the first lines."""
     for theirs, its in zip(first, other, strict=False):
         if theirs != its:
             return f"rank {rank} differs from {whose}: it has {its}; {whose} has {theirs}"

@@ -23,7 +23,7 @@ ELSEWHERE = "192.0.2.1"  # reserved for documentation: no network has this addre
 
 
 def whole(text: str, name: str) -> int:
-    """A whole number; raises LaunchError."""
+    """Return a whole number; raise LaunchError for other text."""
     try:
         return int(text)
     except ValueError:
@@ -31,37 +31,37 @@ def whole(text: str, name: str) -> int:
 
 
 def flag(text: str, name: str) -> bool:
-    """0 or 1; raises LaunchError."""
+    """Return True for 1 and False for 0; raise LaunchError for other text."""
     if text not in ("0", "1"):
         raise LaunchError(f"{name}={text!r}: give 0 or 1")
     return text == "1"
 
 
 def path(text: str, name: str) -> Path:
-    """A path."""
+    """Return a path."""
     return Path(text)
 
 
 def plain(text: str, name: str) -> str:
-    """The text, unchanged."""
+    """Return the text unchanged."""
     return text
 
 
 def listed(text: str, name: str) -> tuple[str, ...]:
-    """The parts between commas."""
+    """Return the parts between commas."""
     return tuple(part for part in text.split(",") if part)
 
 
 def modules(text: str, name: str) -> tuple[str, ...]:
-    """The names of modules between commas; raises ConfigError."""
+    """Return the names of modules between commas; raise ConfigError for other names."""
     return module_names(listed(text, name))
 
 
 def nonfinite_in(text: str, name: str = "") -> Nonfinite:
-    """A value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument.
+    """Return a value of ``SLIPSTREAM_NONFINITE``, or of ``init``'s argument.
 
     Raises:
-        ConfigError: the value is unknown.
+        ConfigError: The value is unknown.
     """
     for known in get_args(Nonfinite):
         if text == known:
@@ -81,8 +81,8 @@ class Variable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """RANK and so on, as set by torchrun, ``slipstream run`` or a scheduler; world size 1 if
-    unset."""
+    """The environment of a process: RANK and so on, as set by torchrun, ``slipstream run`` or a
+    scheduler; world size 1 if unset."""
 
     rank: Annotated[int, Variable("RANK", whole)] = 0
     world_size: Annotated[int, Variable("WORLD_SIZE", whole)] = 1
@@ -112,33 +112,33 @@ class Environment:
     back_fd: Annotated[int | None, Variable("SLIPSTREAM_BACK_FD", whole)] = None
     # Written when a worker has joined, and when it has left.
     presence_fd: Annotated[int | None, Variable("SLIPSTREAM_PRESENCE_FD", whole)] = None
-    # How to treat a gradient with a NaN or an infinity.
+    # The treatment of a gradient with a NaN or an infinity.
     nonfinite: Annotated[Nonfinite, Variable("SLIPSTREAM_NONFINITE", nonfinite_in)] = "pass"
     # The modules of the user's own parts, which this process and servers may import.
     parts: Annotated[tuple[str, ...], Variable("SLIPSTREAM_PARTS", modules)] = ()
-    # How often this worker was started again, in a job that continues without it.
+    # The number of times this worker was started again, in a job that continues without it.
     incarnation: Annotated[int, Variable("SLIPSTREAM_INCARNATION", whole)] = 0
     agent_store: bool = False  # the rendezvous store is torchrun's, or torch's default group's
     secret: bytes | None = None
-    user_secret_file: Path | None = None  # where the user's own secret is, or will be
+    user_secret_file: Path | None = None  # the path of the user's own secret, even if not made yet
     secret_from: Path | None = None  # this file, if the secret is the user's own
 
     @classmethod
     def read(cls, env: Mapping[str, str]) -> Environment:
-        """The environment of a process, checked.
+        """Read and check the environment of a process.
 
         Raises:
-            LaunchError: a variable is invalid or missing.
-            SecretError: the job's secret cannot be read, or is too short.
+            LaunchError: A variable is invalid or missing.
+            SecretError: The job's secret cannot be read, or is too short.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, kind in get_type_hints(cls, include_extras=True).items():
             for variable in getattr(kind, "__metadata__", ()):
                 if text := env.get(variable.name):
-                    found[name] = variable.read(text, variable.name)
+                    values[name] = variable.read(text, variable.name)
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         read = cls(
-            **found,
+            **values,
             agent_store=agent_store,
             secret=read_secret(env),
             user_secret_file=user_secret_path(env),
@@ -158,12 +158,12 @@ class Environment:
 
     @property
     def started_again(self) -> bool:
-        """Whether training began before this process started."""
+        """True if training began before this process started."""
         return bool(self.incarnation or self.attempt)
 
     @property
     def one_host(self) -> bool:
-        """Whether all workers are known to run on this host."""
+        """True if all workers are known to run on this host."""
         if self.local_world_size == self.world_size:
             return True
         return is_loopback(self.master_addr) and not self.interface
@@ -182,11 +182,11 @@ class Environment:
 
     @property
     def encrypts(self) -> bool:
-        """As requested; by default not on one host, where only root can read the traffic."""
+        """True if links are encrypted; by default not on one host, as root alone can read."""
         return not self.one_host if self.encrypt is None else self.encrypt
 
     def listen_host(self) -> str:
-        """The address to listen on: loopback on one host, else the route to MASTER_ADDR."""
+        """Return the address to listen on: loopback on one host, else the route to MASTER_ADDR."""
         if self.one_host:
             return LOOPBACK
         if self.interface:
@@ -196,10 +196,10 @@ class Environment:
         return address_towards(ELSEWHERE, 9) if is_loopback(host) else host
 
     def with_secret(self) -> Environment:
-        """This environment; with the user's own secret, if one is needed and none was given.
+        """Return this environment with the user's own secret, if one is needed.
 
         Raises:
-            SecretError: strangers could join the job without a secret, and there is none.
+            SecretError: Other users could join the job without a secret, and there is none.
         """
         reason, path = self._why_secret, self.user_secret_file
         if self.secret is not None or not reason:
@@ -221,7 +221,7 @@ class Environment:
 
     @property
     def _why_secret(self) -> str:
-        """Why strangers could join this job without a secret; empty if they could not."""
+        """The reason why others could join without a secret; empty if they could not."""
         if not self.one_host:
             host = self.master_addr
             return f"MASTER_ADDR={host} is another host: across hosts a job secret is needed"
@@ -234,10 +234,10 @@ class Environment:
 
 
 def read_secret(env: Mapping[str, str]) -> bytes | None:
-    """The secret from the variable or the file; an empty variable means none.
+    """Return the secret in the variable or the file; an empty variable means none.
 
     Raises:
-        SecretError: the secret cannot be read, or is too short.
+        SecretError: The secret cannot be read, or is too short.
     """
     text = env.get("SLIPSTREAM_SECRET", "")
     file = env.get("SLIPSTREAM_SECRET_FILE", "")
@@ -252,14 +252,14 @@ def read_secret(env: Mapping[str, str]) -> bytes | None:
 
 
 def secret_of(text: str) -> bytes:
-    """A secret as it was given; raises SecretError."""
+    """Return a secret's text as bytes; raise SecretError if it is too short."""
     if len(text) < 16:
         raise SecretError("the job secret is shorter than 16 characters; use a random one")
     return text.encode()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this address is reachable only from this host."""
+    """Return whether this address is reachable only from this host."""
     if host == "localhost":
         return True
     try:
@@ -269,7 +269,7 @@ def is_loopback(host: str) -> bool:
 
 
 def resolves_to_loopback(host: str) -> bool:
-    """Whether a name resolves to such an address."""
+    """Return whether a name resolves to a loopback address."""
     try:
         return is_loopback(socket.gethostbyname(host))
     except OSError:
@@ -277,7 +277,7 @@ def resolves_to_loopback(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This host's address on the route to another; no packet is sent."""
+    """Return this host's address on the route to another host; no packet is sent."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port or 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -291,7 +291,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a named interface; an address is returned unchanged."""
+    """Return the IPv4 address of a named interface; an address is returned unchanged."""
     try:
         return str(ipaddress.ip_address(interface))
     except ValueError:

@@ -28,24 +28,24 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in its workers
 LAUNCHER = "SLIPSTREAM_LAUNCHER"  # set by ``slipstream run`` in its workers
 INTERRUPTED = "interrupted"
 REPORT_S = 2.0  # for the rank that prints a common error
-MOST_SENT = 2000  # characters of an error that is not slipstream's, and of its line
+MOST_SENT = 2000  # characters of an error that is not slipstream's, and of its code line
 INSTALLED = "/site-packages/"
 PACKAGE = str(Path(__file__).parents[2])
 
 
 def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None = None) -> None:
-    """From now on, an uncaught slipstream error of this process prints one line, or nothing.
+    """Print one line or nothing, from now on, for an uncaught slipstream error of this process.
 
     Args:
-        rank: of this process.
-        reports: whether this process prints an error. By default only rank 0 prints errors that all
-            ranks know (rank 1 if rank 0 is missing).
+        rank: The rank of this process.
+        reports: Returns whether this process prints an error. By default only rank 0 prints errors
+            that all ranks know (rank 1 if rank 0 is missing).
     """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if is_interruption(error) and LAUNCHER in os.environ:
-            return  # which the launcher reports, once for all ranks
+            return  # the launcher reports it, once for all ranks
         if not isinstance(error, SlipstreamError):
             before(kind, error, trace)
             return
@@ -59,9 +59,9 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
             prints = True
         if prints:
             message = printable_lines(f"slipstream: {error}{location(error, trace)}")
-            # Torch's hook keeps what is printed in memory, and loses it if this one exits.
-            held = isinstance(sys.stderr, io.StringIO)
-            print(message, file=sys.__stderr__ if held else sys.stderr, flush=True)
+            # Torch's hook keeps the printed text in memory, and loses it if this process exits now.
+            is_captured = isinstance(sys.stderr, io.StringIO)
+            print(message, file=sys.__stderr__ if is_captured else sys.stderr, flush=True)
         if isinstance(error, PeerLost | PeerFailed | LeftBehind):
             if under_torchrun and not waits:
                 time.sleep(REPORT_S)  # torchrun names the rank that exits first as the cause
@@ -71,23 +71,23 @@ def report_errors(rank: int, reports: Callable[[SlipstreamError], bool] | None =
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether Ctrl-C has ended this process, or another one on which it depends."""
+    """Return whether Ctrl-C has ended this process, or another one on which it depends."""
     other = isinstance(error, PeerFailed) and error.reason == INTERRUPTED
     return other or isinstance(error, KeyboardInterrupt)
 
 
 def rank_reports(error: SlipstreamError, rank: int) -> bool:
-    """Whether this rank is the one to print an error."""
+    """Return whether this rank is the one to print an error."""
     return reporting_rank(error, rank) == rank
 
 
 def learner_reports(error: SlipstreamError, rank: int) -> bool:
-    """The same for learners that share memory: no other learner knows of its errors."""
+    """Return the same for learners that share memory: no other learner knows of its errors."""
     return isinstance(error, NonFiniteGradient | WaitLimit) or rank_reports(error, rank)
 
 
 def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
-    """The rank that prints an error raised by ``rank``; -1 for none."""
+    """Return the rank that prints an error raised by ``rank``; -1 for none."""
     if isinstance(error, LeftBehind):
         return rank
     if isinstance(error, LaunchError | SecretError) and error.only_here:
@@ -100,9 +100,9 @@ def reporting_rank(error: SlipstreamError, rank: int = -1) -> int:
 
 
 def location(error: BaseException, trace: TracebackType | None) -> str:
-    """The second line of an error message: where the error was raised.
+    """Return the second line of an error message: the line that raised the error.
 
-    Empty for the failure of a peer, which has its own place: this rank's line has only waited.
+    It is empty for the failure of a peer, which has its own line: this rank's line has only waited.
     """
     line = "" if isinstance(error, PeerFailed) else failed_line(trace)
     how = "this rank waited at" if isinstance(error, PeerLost) else "at"
@@ -110,7 +110,7 @@ def location(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def failed_line(trace: TracebackType | None) -> str:
-    """The last line of the user's own code in the traceback; of a framework's, if it has none."""
+    """Return the last line of the user's code in the traceback; a framework's if it has none."""
     outside = [
         frame
         for frame in traceback.extract_tb(trace)
@@ -125,7 +125,7 @@ def failed_line(trace: TracebackType | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """One line that the other ranks will show."""
+    """Return the line that the other ranks will show."""
     if isinstance(error, SlipstreamError):
         return sendable(str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -135,5 +135,5 @@ def describe_error(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """The text with escapes for bytes of file names that are not UTF-8."""
+    """Return the text with escapes for bytes of file names that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()

@@ -22,7 +22,7 @@ def log_event(
 
 
 def shown(value: Field) -> str:
-    """A field's value without spaces outside of quotes, and without control characters.
+    """Return a field's value without spaces outside of quotes, and without control characters.
 
     >>> print(shown("ako"), shown("rank 2"), shown(5.125), shown(None))
     ako "rank 2" 5.125 none

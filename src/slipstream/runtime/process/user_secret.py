@@ -1,7 +1,7 @@
 """A user's own secret, for jobs that need one and were given none.
 
-It is made at the first need, and readable by its owner only. All ranks of one user on one host, or
-on hosts with a shared home, find the same one.
+It is created when it is first needed, and readable by its owner only. All ranks of one user on one
+host, or on hosts with a shared home, find the same one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_BYTES = 64 * 1024
 
 
 def user_secret_path(env: Mapping[str, str]) -> Path | None:
-    """Where a user's secret is; None if no home directory is known."""
+    """Return the path of a user's secret; None if no home directory is known."""
     config, home = env.get("XDG_CONFIG_HOME", ""), env.get("HOME", "")
     if os.path.isabs(config):  # others are invalid by its specification
         return Path(config) / "slipstream" / "secret"
@@ -27,10 +27,10 @@ def user_secret_path(env: Mapping[str, str]) -> Path | None:
 
 
 def user_secret(path: Path) -> str:
-    """The secret in this file, which is made if there is none.
+    """Return the secret in this file, which is created if there is none.
 
     Raises:
-        SecretError: It cannot be made or read, or others may have read or written it.
+        SecretError: It cannot be created or read, or others may have read or written it.
     """
     try:
         if not os.path.lexists(path):
@@ -43,12 +43,12 @@ def user_secret(path: Path) -> str:
 
 
 def make(path: Path) -> None:
-    """Write a new secret, whole or not at all; if another process is faster, its secret stays."""
-    there = next(folder for folder in path.parents if folder.exists())
+    """Write a new secret completely or not at all, unless another process was faster."""
+    existing = next(folder for folder in path.parents if folder.exists())
     way_out = (
         f"it would be made in {path.parent}; set HOME to a folder of this user (sudo keeps it)"
     )
-    require_own(there, os.stat(there), way_out)
+    require_own(existing, os.stat(existing), way_out)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{secrets.token_hex(8)}.draft")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -64,7 +64,7 @@ def make(path: Path) -> None:
 
 
 def read(path: Path) -> str:
-    """The content of a secret's file, if it is this user's alone."""
+    """Return the content of a secret's file, if it is this user's alone."""
     folder = os.stat(path.parent)
     require_own(path.parent, folder, "move it away, and a new one is made")
     if folder.st_mode & 0o022:
@@ -93,7 +93,7 @@ def read(path: Path) -> str:
 
 
 def require_own(path: Path, status: os.stat_result, way_out: str) -> None:
-    """Raise SecretError if a path belongs to another user."""
+    """Check that a path belongs to this user; raise SecretError if it does not."""
     if status.st_uid != os.geteuid():
         raise SecretError(
             f"{path} belongs to user {status.st_uid}, and this process runs as {os.geteuid()}: "

@@ -15,7 +15,7 @@ from slipstream.runtime.exchange.aggregator import Aggregator
 
 
 class ServerFigures(msgspec.Struct, frozen=True):
-    """One server's report; where hosts are the workers, a host's lowest rank stands for it."""
+    """One server's report; if hosts are the workers, a host's lowest rank represents it."""
 
     staleness: dict[str, dict[int, int]]  # by tensor: number of gradients by age
     makers: list[tuple[int, list[int]]]  # by round: the workers whose gradients it contains
@@ -53,20 +53,20 @@ def figures_of(holder: Aggregator, record: RoundRecord | None) -> ServerFigures:
 
 
 def merge_figures(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
-    """All servers' figures together, as plain data; empty if there are none."""
+    """Merge all servers' figures into plain data; empty if there are none."""
     ages: dict[str, Counter[int]] = {}
     for account in accounts:
         for name, counts in account.staleness.items():
             ages.setdefault(name, Counter()).update(counts)
-    told: dict[str, Any] = {"staleness": {name: summarized(c) for name, c in ages.items() if c}}
+    merged: dict[str, Any] = {"staleness": {name: summarized(c) for name, c in ages.items() if c}}
     if refused := [account for account in accounts if account.refused]:
-        told["refused_by_servers"] = {
+        merged["refused_by_servers"] = {
             "messages": sum(account.refused for account in refused),
             "last": [account.last_refusal for account in refused],
         }
     for account in accounts:
         if account.arrivals:
-            told["rounds"] = {
+            merged["rounds"] = {
                 "made": account.made,
                 "dropped": account.dropped,
                 "late": account.late,
@@ -74,11 +74,11 @@ def merge_figures(accounts: Sequence[ServerFigures]) -> dict[str, Any]:
                 "arrivals_s": account.arrivals,
                 "durations_s": account.durations_s,
             }
-    return told
+    return merged
 
 
 def merge_pairs(accounts: Sequence[Sequence[ServerFigures]]) -> dict[str, Any]:
-    """Figures of every pair and server together; rounds are those of the first pair.
+    """Merge the figures of every pair and server; rounds are those of the first pair.
 
     With several pairs, the names of tensors begin with the number of their pair.
     """
@@ -99,15 +99,15 @@ def merge_pairs(accounts: Sequence[Sequence[ServerFigures]]) -> dict[str, Any]:
 
 
 def staleness_text(ages: Mapping[str, Mapping[str, float]]) -> str:
-    """A table with one row per tensor."""
+    """Return a table with one row per tensor."""
     head = ("tensor", "min", "mean", "median", "max", "std", "count")
     rows = [
         (
             printable(name),
-            *(f"{told[key]:.4g}" for key in head[1:-1]),
-            str(int(told["count"])),
+            *(f"{age[key]:.4g}" for key in head[1:-1]),
+            str(int(age["count"])),
         )
-        for name, told in ages.items()
+        for name, age in ages.items()
     ]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = [
@@ -118,7 +118,7 @@ def staleness_text(ages: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def summarized(ages: Mapping[int, int]) -> dict[str, float]:
-    """As in the first table of the paper on backup workers."""
+    """Summarize ages as in the first table of the paper on backup workers."""
     values = sorted(ages.items())
     count = sum(number for _, number in values)
     mean = sum(age * number for age, number in values) / count
@@ -134,11 +134,11 @@ def summarized(ages: Mapping[int, int]) -> dict[str, float]:
 
 
 def median(values: Iterable[tuple[int, int]], count: int) -> float:
-    """Of counted values in ascending order."""
+    """Return the median of counted values in ascending order."""
     wanted = ((count - 1) // 2, count // 2)
-    found: list[int] = []
-    seen = 0
+    middle: list[int] = []
+    counted = 0
     for value, number in values:
-        found += [value for place in wanted if seen <= place < seen + number]
-        seen += number
-    return statistics.fmean(found)
+        middle += [value for place in wanted if counted <= place < counted + number]
+        counted += number
+    return statistics.fmean(middle)

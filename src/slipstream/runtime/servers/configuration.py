@@ -38,7 +38,7 @@ class Configuration(msgspec.Struct, frozen=True):
         optimizer: OptimizerRecipe | None,
         parts: Sequence[str] = (),
     ) -> Configuration:
-        """Rank 0's configuration of the servers of a plan.
+        """Return rank 0's configuration of the servers of a plan.
 
         Args:
             parts: The modules of the user's own parts.
@@ -47,7 +47,7 @@ class Configuration(msgspec.Struct, frozen=True):
         return cls(strategy, plan.cluster, plan.specs, addresses, processes, silence_s, optimizer)
 
     def plan(self, parts: Sequence[str] = ()) -> Plan:
-        """The plan that rank 0 has.
+        """Return the plan that rank 0 has.
 
         Args:
             parts: The modules that this server may import for the user's own parts.
@@ -66,7 +66,7 @@ class Configuration(msgspec.Struct, frozen=True):
         """Read what ``encode`` wrote.
 
         Raises:
-            FrameRefused: It has another format.
+            FrameRefused: The content has another format.
         """
         try:
             return msgspec.json.decode(content, type=cls)

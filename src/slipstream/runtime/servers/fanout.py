@@ -1,4 +1,4 @@
-"""To whom a server sends its results, also while workers are lost and routes change."""
+"""The receivers of a server's results, also while workers are lost and routes change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.types import Node, Rank
 
 
 class Fanout:
-    """Sends one server's results along each route's topology.
+    """A sender of one server's results along each route's topology.
 
     A worker that has left gets results only if it forwards them to others. When a worker is lost,
     results go directly to every remaining worker until all of them have confirmed
@@ -37,9 +37,8 @@ class Fanout:
     def on_worker_left(self, rank: Rank, aggregator: Aggregator, *, lost: bool) -> None:
         """Stop sending to a worker. If it was lost, resend recent results to the others.
 
-        The lost worker may have received them without forwarding them. Where rounds need no
-        particular worker, no worker forwards, results name their receivers, and a lost worker may
-        come back.
+        The lost worker may have received them without forwarding them. If rounds need no particular
+        worker, no worker forwards, results name their receivers, and a lost worker may come back.
         """
         # A worker that has left may still forward results, and be lost later.
         known = self._lost if lost else self._gone
@@ -68,7 +67,7 @@ class Fanout:
         return set(self._plan.cluster.worker_nodes) - self._gone
 
     def _targets(self, result: Result) -> Iterable[Node]:
-        """The workers to which this server sends directly; the others get the result from these."""
+        """Yield the workers that get a result directly; the others get it from them."""
         remaining = self._remaining()
         if result.audience is not None and not remaining <= set(result.audience):
             return result.audience

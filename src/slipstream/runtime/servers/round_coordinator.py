@@ -1,7 +1,7 @@
-"""Server 0's decisions: whose contributions make a round, and which batches workers train on.
+"""Server 0's decisions: which contributions make a round, and which batches workers train on.
 
-Every server gets every decision, in the order in which they were made and with the same priority,
-so all servers combine the same contributions.
+Every server gets every decision, in the same order and with the same priority, so all servers
+combine the same contributions.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ADAPTING = Adapting()
 
 
 class RoundCoordinator:
-    """What server 0 does for all servers.
+    """The part of server 0 that decides for all servers.
 
     Attributes:
-        decider: which contributions make each round; None if the plan needs no such decisions.
+        decider: Decides which contributions make each round; None if the plan needs no decisions.
     """
 
     def __init__(self, plan: Plan, member: Endpoint) -> None:
@@ -69,7 +69,7 @@ class RoundCoordinator:
         return None if self.decider is None else self.decider.record
 
     def on_worker_left(self, rank: Rank, *, lost: bool) -> None:
-        """Decide without a worker from now on; its unfinished batches go to others."""
+        """Decide without a worker from now on; its unfinished batches go to other workers."""
         if self.decider is None:
             return
         if self._leases is not None:
@@ -118,8 +118,8 @@ class RoundCoordinator:
             self._member.send(cluster.name(node), body)
 
     def _finish_leases(self, decision: Decision) -> None:
-        """A batch counts if its gradient made the round, or will make a later one from its sender's
-        residual; else it is leased again."""
+        """End the leases of a decision's workers. A batch counts if its gradient made the round, or
+        will make a later one from its sender's residual; otherwise it is leased again."""
         if self._leases is None:
             return
         if isinstance(decision, Late):

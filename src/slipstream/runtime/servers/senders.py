@@ -1,4 +1,4 @@
-"""Who may send what to a server: checks of a message's sender, as FrameRefused."""
+"""Checks of a message's sender at a server; a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ B = TypeVar("B")
 
 
 def server_of(name: str) -> int:
-    """2 for ``server 2``; -1 for anything else."""
+    """Return the number in a server's name: 2 for ``server 2``; -1 for anything else."""
     return rank_of(name, "server")
 
 
 def worker_of(message: Message[Any], cluster: Cluster) -> Node:
-    """The worker of the cluster that sent a message.
+    """Return the worker of the cluster that sent a message.
 
     Raises:
-        FrameRefused: the sender is none. Where hosts are the workers, only one rank of a host is.
+        FrameRefused: The sender is none. If hosts are the workers, only one rank of a host is.
     """
     worker = cluster.worker(message.sender)
     if worker < 0:
@@ -32,10 +32,10 @@ def worker_of(message: Message[Any], cluster: Cluster) -> Node:
 
 
 def asking_rank(message: Message[Any], cluster: Cluster) -> Rank:
-    """The rank that sent a message, whoever speaks for it in rounds.
+    """Return the rank that sent a message, whichever rank represents it in rounds.
 
     Raises:
-        FrameRefused: the sender is not of this job, so there is no link back to it.
+        FrameRefused: The sender is not of this job, so there is no link back to it.
     """
     rank = rank_of(message.sender)
     if not 0 <= rank < cluster.ranks:
@@ -44,19 +44,19 @@ def asking_rank(message: Message[Any], cluster: Cluster) -> Rank:
 
 
 def require_rank(rank: Rank, cluster: Cluster) -> None:
-    """Refuse a message about a worker that the cluster does not have."""
+    """Check that the cluster has the worker that a message is about."""
     if rank >= cluster.workers:
         raise FrameRefused(f"there is no rank {rank}")
 
 
 def require_coordinator(message: Message[Any]) -> None:
-    """Refuse a decision that does not come from the coordinator."""
+    """Check that a decision comes from the coordinator."""
     if message.sender != COORDINATOR:
         raise FrameRefused(f"a decision from {message.sender}")
 
 
 def from_hub(handler: Callable[[Message[B]], None]) -> Callable[[Message[B]], None]:
-    """The handler for a request that only rank 0 may make."""
+    """Return a handler for a request that only rank 0 may make."""
 
     def handle(message: Message[B]) -> None:
         if message.sender != HUB:

@@ -4,7 +4,7 @@ A job may train several pairs of a model and an optimizer. Rank 0 configures a s
 pair of which it holds a shard.
 
 A worker starts it on its own host, or the launcher does. It ends when rank 0 dismisses it, when the
-job fails, or when the process that started it is gone (its standard input closes).
+job fails, or when the process that started it has ended (its standard input closes).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Server:
         parts: The modules of the user's own parts that it may import; no configuration adds one.
 
     Attributes:
-        shards: its shards, by pair.
+        shards: Its shards, by pair.
     """
 
     def __init__(self, index: int, member: Member, parts: Sequence[str] = ()) -> None:
@@ -112,7 +112,7 @@ class Server:
         return [shard.coordinator for shard in shards if shard.coordinator is not None]
 
     def _refuse(self, message: Message[Any]) -> None:
-        """The handler of all message types for which the configuration sets no other."""
+        """Refuse a message of a type for which the configuration sets no handler."""
         kind = type(message.body).__name__
         if message.pair not in self.shards:
             raise FrameRefused(f"{kind} before the plan is known")
@@ -139,7 +139,7 @@ class Server:
         self.member.expect(HUB)
 
     def _on_release(self, message: Message[Release]) -> None:
-        """A later ``job.distribute`` trains the pair under another plan and number."""
+        """Delete a shard, as a later ``job.distribute`` trains the pair under another plan."""
         if self.shards.pop(message.pair, None) is None:
             raise FrameRefused(f"pair {message.pair} is not configured")
         endpoint = self.member.for_pair(message.pair)
@@ -161,7 +161,7 @@ class Server:
 
 
 def updater_of(plan: Plan, node: Node, recipe: OptimizerRecipe | None) -> StatefulUpdater | None:
-    """Return what updates weights here; None where workers do."""
+    """Return the optimizer that updates weights here; None if workers update."""
     outer = plan.update.outer_optimizer
     if outer is not None and outer.at == "server":
         return OuterShard(plan, node, outer)
@@ -180,7 +180,7 @@ def serve(env: Mapping[str, str]) -> int:
     member.on_tick(transport.guard.tick)
     server = Server(int(env["SLIPSTREAM_SERVER_INDEX"]), member, allowed_parts(env))
     print(json.dumps({"address": transport.address}), flush=True)
-    os.dup2(2, 1)  # print nothing after the address
+    os.dup2(2, 1)  # nothing else may be printed after the address
     while not server.done and not abandoned():
         try:
             member.pump_once(server.tick_every_s)
@@ -194,10 +194,10 @@ def serve(env: Mapping[str, str]) -> int:
 
 
 def allowed_parts(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The modules of the user's own parts that the process that started this one has named.
+    """Return the modules of the user's own parts that the process that started this one has named.
 
-    They are looked for where that process looks, after everything else: a file in the folder of the
-    user's script replaces no module here.
+    They are looked for where that process looks, after everything else, so that a file in the
+    folder of the user's script replaces no module here.
     """
     names = modules(env.get(PARTS, ""), PARTS)
     if names:
@@ -225,7 +225,7 @@ def end_job(member: Member, fault: RuntimeFault) -> None:
 
 
 def abandoned() -> bool:
-    """Whether the process that started this one has closed its end of standard input."""
+    """Return whether the process that started this one has closed its end of standard input."""
     readable, _, _ = select.select([0], [], [], 0)
     return bool(readable) and not os.read(0, 4096)
 

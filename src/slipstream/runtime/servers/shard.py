@@ -39,7 +39,10 @@ class Shard:
     """The units of one server.
 
     Args:
-        coordinator: server 0's; None at all other servers.
+        node: This server's node in the plan.
+        aggregator: Combines contributions, round by round.
+        member: This server's endpoint for the pair.
+        coordinator: Server 0's; None at all other servers.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Shard:
         self._fanout.publish(self.aggregator.serve(message.body.round, message.body.rank))
 
     def _on_worker_left(self, message: Message[WorkerLeft]) -> None:
-        """A worker reports that it has left, or rank 0 reports that a worker is lost."""
+        """Handle a worker's report that it has left, or rank 0's that a worker is lost."""
         rank = message.body.rank
         lost = self._plan.cluster.worker(message.sender) != rank
         require_rank(rank, self._plan.cluster)
@@ -89,7 +92,8 @@ class Shard:
         self._fanout.on_worker_left(rank, self.aggregator, lost=lost)
         self._apply(lambda: self.aggregator.retire(rank))
         if self.coordinator is not None:
-            # A host that has lost a worker does not come back, whatever its others still send.
+            # A host that has lost a worker does not come back, whatever its other workers still
+            # send.
             may_return = lost and not self._plan.cluster.members
             self.coordinator.on_worker_left(rank, lost=may_return)
 

@@ -13,7 +13,7 @@ from slipstream.transports.wire import Account, Inquire, Lease, Leased, Message
 
 
 class ShardService:
-    """One request at a time, on the training thread."""
+    """A worker's requests to servers, one at a time, on the training thread."""
 
     def __init__(self, servers: int, member: Endpoint, limit_s: float) -> None:
         self._servers, self._member, self._limit_s = servers, member, limit_s
@@ -23,7 +23,7 @@ class ShardService:
         member.on(Account, self._on_account)
 
     def lease(self, batches: int, returned: int) -> Batch:
-        """A batch of an epoch of ``batches``; the last ``returned`` batches were not trained on."""
+        """Lease a batch of an epoch; the last ``returned`` ones were not trained on."""
         self._member.send(COORDINATOR, Lease(batches, returned))
         self._member.wait_until(
             lambda: self._leased is not None,
@@ -36,7 +36,7 @@ class ShardService:
         return batch
 
     def accounts(self) -> list[ServerFigures]:
-        """Every server's figures."""
+        """Return every server's figures."""
         self._accounts.clear()
         for index in range(self._servers):
             self._member.send(f"server {index}", Inquire())

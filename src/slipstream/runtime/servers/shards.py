@@ -1,4 +1,4 @@
-"""Starting a job's servers and sending them the plan; which of them run on this host."""
+"""The servers of a job: their start, their plan, and which of them run on this host."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ def choose_clusters(
     running: int,
     hosts: Hosts = (),
 ) -> list[Cluster]:
-    """For each pair, its servers; all pairs use the same servers.
+    """Choose the servers of each pair; all pairs use the same servers.
 
     Args:
-        specs: By pair.
-        running: How many servers already run; 0 before any was started.
-        hosts: The ranks of each host, where hosts are the workers of the cluster.
+        specs: The tensors, by pair.
+        running: The number of servers that already run; 0 before any was started.
+        hosts: The ranks of each host, if hosts are the workers of the cluster.
 
     Returns:
-        By pair, how many of the servers it uses: fewer if its model is small.
+        By pair, the cluster with the servers that it uses: fewer if its model is small.
 
     Raises:
         TooManyServers: No model is large enough for the requested servers.
     """
     env = membership.env
-    asked = len(env.server_addresses) or env.servers
-    most = running or asked or len(membership.first_on_each_host)
+    requested = len(env.server_addresses) or env.servers
+    most = running or requested or len(membership.first_on_each_host)
     clusters = [largest_cluster(strategy, each, membership, most, hosts) for each in specs]
     used = max(cluster.servers for cluster in clusters)
-    if asked and not running and 0 < used < asked:
+    if requested and not running and 0 < used < requested:
         largest = max(specs, key=lambda each: sum(spec.numel for spec in each))
-        strategy.plan(largest, cluster_of(membership, hosts, asked))
+        strategy.plan(largest, cluster_of(membership, hosts, requested))
     return clusters
 
 
 def largest_cluster(
     strategy: Strategy, specs: tuple[Spec, ...], membership: Membership, most: int, hosts: Hosts
 ) -> Cluster:
-    """The cluster with as many servers as the model can fill, at most ``most``."""
+    """Return the cluster with as many servers as the model can fill, at most ``most``."""
     for servers in range(most, 0, -1):
         cluster = cluster_of(membership, hosts, servers)
         if not strategy.needs_servers(specs, cluster):
@@ -73,7 +73,7 @@ def largest_cluster(
 
 
 def cluster_of(membership: Membership, hosts: Hosts, servers: int = 0) -> Cluster:
-    """The workers of a job, or its hosts, with so many servers."""
+    """Return the cluster of a job's workers, or its hosts, with so many servers."""
     env = membership.env
     workers = len(hosts) or env.world_size
     return Cluster(workers, servers, bool(servers and env.server_addresses), hosts)
@@ -96,19 +96,19 @@ class Shards:
             self.addresses = env.server_addresses
         else:
             starters = membership.first_on_each_host
-            mine = [k for k in range(count) if starters[k % len(starters)] == env.rank]
-            self._start_own(mine, membership)
+            own_indices = [k for k in range(count) if starters[k % len(starters)] == env.rank]
+            self._start_own(own_indices, membership)
             self.addresses = tuple(
                 gathering.read(f"server/{k}", starters[k % len(starters)], str)
                 for k in range(count)
             )
-            self.colocated = frozenset(f"server {k}" for k in mine)
+            self.colocated = frozenset(f"server {k}" for k in own_indices)
         for name, address in zip(self.names, self.addresses, strict=True):
             membership.transport.connect(name, address)
         membership.member.bind(self._processes(membership))
 
     def for_pair(self, count: int) -> Shards:
-        """The first ``count`` servers, which hold one pair; closing these ends no process."""
+        """Return the first ``count`` servers, of one pair; closing these ends no process."""
         addresses = self.addresses[:count]
         names = {f"server {k}" for k in range(count)}
         return Shards(addresses, self.colocated & names)
@@ -120,8 +120,8 @@ class Shards:
     def _processes(self, membership: Membership) -> dict[str, int]:
         return {name: membership.run.credentials.process_of(name) for name in self.names}
 
-    def _start_own(self, mine: list[int], membership: Membership) -> None:
-        for k in mine:
+    def _start_own(self, indices: list[int], membership: Membership) -> None:
+        for k in indices:
             server = start_server(
                 index=k,
                 credentials=membership.run.credentials,
@@ -152,7 +152,7 @@ class Shards:
         member: Endpoint,
         optimizer: OptimizerRecipe | None,
     ) -> Callable[[], None]:
-        """Rank 0 sends every server the plan of a pair.
+        """Send every server the plan of a pair; on rank 0.
 
         Returns:
             A function that waits until all have accepted it, and raises ConfigError if one cannot.
@@ -191,8 +191,7 @@ class Shards:
             )
 
     def _collect_answers(self, whole: Member, member: Endpoint) -> dict[str, str | None]:
-        """By server that has answered: why it refuses the plan, or None. Filled as answers
-        arrive."""
+        """Return why each server refuses the plan, or None; answers are added on arrival."""
         answers: dict[str, str | None] = {}
 
         def on_ready(message: Message[Ready]) -> None:
@@ -218,7 +217,7 @@ class Shards:
         return Configuration.of(plan, addresses, processes, silence_s, optimizer, parts)
 
     def release(self, member: Endpoint) -> None:
-        """On rank 0: inform servers that a pair is no longer trained under this plan."""
+        """Inform servers that a pair is no longer trained under this plan; on rank 0."""
         for name in self.names if member.name == HUB else ():
             member.send(name, Release())
 

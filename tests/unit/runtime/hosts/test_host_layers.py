@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream._native import mean_into
-from slipstream.codecs.matrices import Matrix, landed
+from slipstream.codecs.matrices import Matrix, decoded_values
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
 from slipstream.planning.host_segment import HostSegment
@@ -119,8 +119,8 @@ def test_rows_are_rounded_once_together(wire: Any) -> None:
 
 def decode(found: Matrix, numel: int) -> np.ndarray[Any, Any]:
     values = Values.empty(numel, "float32")
-    landing = landed(numel, found.dtype, [found.data])
-    mean_into(values.data, [landing.data], landing.dtype, 1.0, out_dtype="float32")
+    restored = decoded_values(numel, found.dtype, [found.data])
+    mean_into(values.data, [restored.data], restored.dtype, 1.0, out_dtype="float32")
     return values.data.view(np.float32)
 
 

@@ -1,7 +1,7 @@
 """The compared systems: slipstream's own by their names, and those of other libraries.
 
 A contestant makes a model and an optimizer data-parallel for as long as a block runs. If a library
-is not installed, the error says what to install.
+is not installed, the error names the package to install.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["PEERS", "Peer", "Session", "check", "is_peer", "training", "why_miss
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's system; ``needs`` is a module beyond torch, ``extra`` what installs it.
+    """Another project's system; ``needs`` is a module beyond torch, ``extra`` installs it.
 
-    ``make`` is called with the arguments after its name, and refuses what makes no sense.
+    ``make`` is called with the arguments after its name, and refuses invalid ones.
     """
 
     make: Callable[..., Train]
@@ -38,7 +38,7 @@ class Peer:
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
-    """No exchange at all: the time of the computation."""
+    """Train without any exchange, for the time of the computation."""
     yield Session(model, optimizer)
 
 
@@ -56,7 +56,7 @@ PEERS: dict[str, Peer] = {
 
 
 def name_of(system: str) -> str:
-    """Without the arguments."""
+    """Return the name without the arguments."""
     return system.partition("(")[0].strip()
 
 
@@ -65,27 +65,27 @@ def is_peer(system: str) -> bool:
 
 
 def check(system: str) -> None:
-    """Refuse what is neither a peer nor a strategy of ours, or has arguments that it cannot have.
+    """Check that a system is a peer or a strategy of ours, with arguments that it can have.
 
     Raises:
         UnknownStrategy: There is no such system, or it does not take these arguments.
-        ConfigError: An argument's value makes no sense.
+        ConfigError: An argument's value is invalid.
 
     >>> check("ddp+powersgd(rank=2)")
     """
     if is_peer(system):
-        _made(system)
+        _create(system)
         return
     try:
         parse(system)
     except UnknownStrategy as error:
-        raise UnknownStrategy(f"{error}; and beside them {', '.join(PEERS)}") from error
+        raise UnknownStrategy(f"{error}; and of other projects {', '.join(PEERS)}") from error
 
 
-def _made(system: str) -> Train:
-    """A peer with its arguments: numbers, as ``every=32``."""
+def _create(system: str) -> Train:
+    """Return a peer with its arguments: numbers, as ``every=32``."""
     name = name_of(system)
-    # Names of peers hold signs that no call can.
+    # Names of peers have characters that no call can have.
     _, arguments = read_call("peer" + system.strip()[len(name) :])
     takes = inspect.signature(PEERS[name].make).parameters
     for key, value in arguments.items():
@@ -104,7 +104,7 @@ def _check_number(name: str, key: str, value: Any, default: int | float) -> None
 
 
 def why_missing(system: str) -> str | None:
-    """What has to be installed before this one can take part; None if nothing."""
+    """Return what has to be installed before this one can take part; None if nothing."""
     peer = PEERS.get(name_of(system))
     if peer is None or peer.needs is None or find_spec(peer.needs) is not None:
         return None
@@ -114,6 +114,6 @@ def why_missing(system: str) -> str | None:
 def training(
     system: str, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> AbstractContextManager[Session]:
-    """The contestant of this name, at work within the block."""
-    train: Train = _made(system) if is_peer(system) else partial(ours.train, system)
+    """Return a context in which the contestant of this name trains."""
+    train: Train = _create(system) if is_peer(system) else partial(ours.train, system)
     return contextmanager(train)(model, optimizer)

@@ -15,7 +15,7 @@ from slipstream.runtime.gossip import slice_sender
 
 
 class LastOnly(PeerAccumulators):
-    """Keeps only the last update: unsent parts of earlier updates are lost."""
+    """Accumulators that keep only the last update: unsent parts of earlier updates are lost."""
 
     def add(self, update: Floats) -> None:
         for accumulator in self.accumulators:
@@ -24,7 +24,7 @@ class LastOnly(PeerAccumulators):
 
 
 def without_accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
-    """Ako whose partitions hold one step's update only."""
+    """Train with Ako whose partitions contain one step's update only."""
     setattr(slice_sender, "PeerAccumulators", LastOnly)  # noqa: B010
     try:
         yield from ours.train("ako()", model, optimizer)

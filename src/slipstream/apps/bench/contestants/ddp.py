@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from slipstream.apps.bench.contestants.session import Session, Train
 from slipstream.errors import ConfigError
 
-POWERSGD_STARTS_AT = 2  # the earliest it allows; a warm-up has to be longer
+POWERSGD_STARTS_AT = 2  # the earliest step it allows; a warm-up has to be longer
 ONE_BUCKET_MB = 1 << 14  # with several, PowerSGD's hook breaks off over gloo
 LIMIT = timedelta(seconds=120)
 
@@ -31,12 +31,12 @@ def group() -> Iterator[None]:
 
 
 def plain() -> Train:
-    """Gradients travel as they are."""
+    """Send gradients unchanged."""
     return contestant(lambda _model: None)
 
 
 def fp16() -> Train:
-    """Gradients travel in half precision."""
+    """Send gradients in half precision."""
 
     def hook(model: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -47,7 +47,7 @@ def fp16() -> Train:
 
 
 def powersgd(*, rank: int = 4) -> Train:
-    """Low-rank gradients with error feedback (Vogels and others, 2019)."""
+    """Send low-rank gradients with error feedback (Vogels and others, 2019)."""
     if rank < 1:
         raise ConfigError(f"ddp+powersgd: rank={rank}; take at least 1")
 
@@ -68,7 +68,7 @@ def powersgd(*, rank: int = 4) -> Train:
 
 
 def contestant(hook: Hook, bucket_mb: int | None = None) -> Train:
-    """DDP whose gradients travel as ``hook`` has them, in buckets of this size or torch's own."""
+    """Return DDP whose gradients are sent by ``hook``, in buckets of this size or torch's own."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         with group():

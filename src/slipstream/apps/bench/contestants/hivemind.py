@@ -21,12 +21,12 @@ from slipstream.apps.bench.contestants.meeting import LIMIT, meeting_point, own_
 from slipstream.apps.bench.contestants.session import Session
 from slipstream.apps.bench.fork_server import die_with_parent
 
-MATCHMAKING_S = 3.0  # what hivemind advises for small local runs
+MATCHMAKING_S = 3.0  # hivemind's advice for small local runs
 REQUEST_LIMIT_S = 1.0  # two peers that request each other at once wait this long; must be shorter
 
 
 def tidy(stack: ExitStack) -> None:
-    """Its processes, shared memory and sockets end with this one, even if it is killed."""
+    """Let hivemind's processes, shared memory and sockets end with this process, even if killed."""
     os.register_at_fork(after_in_child=die_with_parent)
     os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"  # read when it is imported
     from hivemind.p2p import P2P
@@ -36,7 +36,7 @@ def tidy(stack: ExitStack) -> None:
 
 
 def joined_dht(stack: ExitStack, store: TCPStore) -> Any:
-    """A node of the DHT; the others join by rank 0's."""
+    """Return a node of the DHT; the others join by rank 0's."""
     from hivemind import DHT
 
     first = os.environ["RANK"] == "0"

@@ -12,14 +12,14 @@ LIMIT = timedelta(seconds=120)
 
 
 def own_address() -> str:
-    """This host's address as seen from rank 0's; host names do not resolve in a lab."""
+    """Return this host's address as seen from rank 0's; host names do not resolve in a lab."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         return str(probe.getsockname()[0])
 
 
 def meeting_point() -> TCPStore:
-    """A store that all workers share; rank 0 hosts it."""
+    """Return a store that all workers share; rank 0 hosts it."""
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

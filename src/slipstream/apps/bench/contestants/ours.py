@@ -22,8 +22,8 @@ def train(strategy: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def rounds(job: slipstream.Job, steps: int) -> Iterator[int]:
-    """Where each gradient is its own update, n of them count as one round."""
+    """Return the rounds; if each gradient is its own update, n of them count as one round."""
     updates = job.world_size if job.plan.consistency.alone else 1
-    begun = job.step
-    for step in job.steps(begun + steps * updates):
-        yield (step - begun) // updates + 1
+    first = job.step
+    for step in job.steps(first + steps * updates):
+        yield (step - first) // updates + 1

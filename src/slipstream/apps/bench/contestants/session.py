@@ -1,4 +1,4 @@
-"""What a contestant provides to the timed loop."""
+"""The interface of a contestant to the timed loop."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 
 def nothing() -> None:
-    """For contestants that have nothing to wait for."""
+    """Do nothing, for contestants that have nothing to wait for."""
 
 
 def one_by_one(steps: int) -> range:
-    """For contestants in which every worker makes every round."""
+    """Return all rounds, for contestants in which every worker makes every round."""
     return range(1, steps + 1)
 
 

@@ -1,7 +1,7 @@
 """torchft over gloo: every worker is a replica group of its own.
 
-Its DDP commits every step, and waits for each bucket of gradients before backward goes on, so
-nothing overlaps. LocalSGD and DiLoCo commit when workers exchange, every so many steps.
+Its DDP commits every step, and waits for each bucket of gradients before backward continues, so
+nothing overlaps. LocalSGD and DiLoCo commit when workers exchange, once in several steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from slipstream.errors import ConfigError
 
 
 def lighthouse(stack: ExitStack, store: TCPStore, world: int) -> str:
-    """The address of the lighthouse, which runs in rank 0's process."""
+    """Return the address of the lighthouse, which runs in rank 0's process."""
     if os.environ["RANK"] == "0":
         from torchft.coordination import LighthouseServer
 
         server = LighthouseServer(bind="0.0.0.0:0", min_replicas=world)
         stack.callback(server.shutdown)
-        # It would send its host's name, which the others may not resolve.
+        # Its own address has its host's name, which the others may not resolve.
         port = server.address().rpartition(":")[2]
         store.set("lighthouse", f"http://{own_address()}:{port}")
     return store.get("lighthouse").decode()
@@ -37,7 +37,7 @@ def lighthouse(stack: ExitStack, store: TCPStore, world: int) -> str:
 
 @contextmanager
 def managed(*, async_quorum: bool = True) -> Iterator[Any]:
-    """This worker's manager, and the stores that the others need of it."""
+    """Yield this worker's manager, with the stores that the others need of it."""
     from torchft import Manager, ProcessGroupGloo
 
     world, address = int(os.environ["WORLD_SIZE"]), own_address()
@@ -68,7 +68,7 @@ def managed(*, async_quorum: bool = True) -> Iterator[Any]:
 
 
 def every_step() -> Train:
-    """Gradients are averaged and committed every step."""
+    """Average and commit gradients in every step."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
         from torchft import DistributedDataParallel, Optimizer
@@ -81,7 +81,7 @@ def every_step() -> Train:
 
 
 def local_sgd(*, every: int = 32) -> Train:
-    """Workers step alone, and their weights are averaged every so many steps (Stich, 2019)."""
+    """Let workers step alone, and average their weights once in ``every`` steps (Stich, 2019)."""
     check_at_least("torchft_local_sgd", 1, every=every)
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Session]:
@@ -102,10 +102,10 @@ def diloco(
     delay: int = 0,
     mix: float = 0.0,
 ) -> Train:
-    """An outer Nesterov optimizer on workers' differences (Douillard and others, 2023).
+    """Apply an outer Nesterov optimizer to workers' differences (Douillard and others, 2023).
 
-    Each of the fragments is exchanged every so many steps, in turn. Its result is waited for
-    ``delay`` steps later, and mixed with the worker's own weights, whose weight is ``mix``.
+    Each of the fragments is exchanged once in ``every`` steps, in turn. Its result is waited for
+    ``delay`` steps later, and mixed with the worker's own weights, whose share is ``mix``.
     """
     check_at_least("torchft_diloco", 1, every=every, fragments=fragments)
     check_at_least("torchft_diloco", 0, lr=lr, momentum=momentum, delay=delay, mix=mix)
@@ -140,7 +140,7 @@ def diloco(
 
 
 def split_evenly(model: nn.Module, count: int) -> list[nn.ParameterList]:
-    """The model's parameters in order, in so many parts of about as many numbers each.
+    """Return the model's parameters in order, in ``count`` parts of about as many numbers each.
 
     Raises:
         ConfigError: There are fewer parameters than parts.
@@ -153,10 +153,10 @@ def split_evenly(model: nn.Module, count: int) -> list[nn.ParameterList]:
     total = sum(p.numel() for p in parameters)
     parts: list[list[nn.Parameter]] = [[] for _ in range(count)]
     before, place = 0, 0
-    for left, parameter in zip(range(len(parameters), 0, -1), parameters, strict=True):
+    for num_left, parameter in zip(range(len(parameters), 0, -1), parameters, strict=True):
         wanted = min(count - 1, before * count // total)
-        # One at a time, so that none is empty; and soon enough that one is left for each.
-        if parts[place] and (place < wanted or left <= count - 1 - place):
+        # One at a time, so that no part is empty; and soon enough that one is left for each.
+        if parts[place] and (place < wanted or num_left <= count - 1 - place):
             place += 1
         parts[place].append(parameter)
         before += parameter.numel()
@@ -165,7 +165,7 @@ def split_evenly(model: nn.Module, count: int) -> list[nn.ParameterList]:
 
 @contextmanager
 def outer_weights(local_steps: Any, model: nn.Module) -> Iterator[None]:
-    """The weights that all workers agree on, in place of this one's own."""
+    """Use the weights that all workers agree on, instead of this worker's own, in the block."""
     own = [(p, p.detach().clone()) for p in model.parameters()]
     local_steps._restore_parameters()
     try:
@@ -177,10 +177,10 @@ def outer_weights(local_steps: Any, model: nn.Module) -> Iterator[None]:
 
 
 def check_at_least(name: str, least: int, **arguments: float) -> None:
-    """Refuse smaller arguments.
+    """Check the smallest values of arguments.
 
     Raises:
-        ConfigError: One is smaller.
+        ConfigError: An argument is smaller.
     """
     for key, value in arguments.items():
         if not least <= value < math.inf:

@@ -1,4 +1,4 @@
-"""Text as characters: what a model that predicts the next one is trained and tested on."""
+"""Text as characters, for models that predict the next one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slipstream.apps.bench.reading import read_text, refused
 from slipstream.errors import ConfigError
 
 TEST_SHARE = 0.1
-# All are judged by the same ones, so that few tell systems apart; evaluating is quick.
+# All models are evaluated on the same rows, so a few can distinguish systems, and quickly.
 MOST_HELD_OUT = 1 << 12
 _WAY_OUT = "give a text file, or a folder with one .txt file in it"
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Rows of ``context`` characters that begin every ``stride``; targets are one further on."""
+    """Rows of ``context`` characters, one every ``stride``; targets are one character later."""
 
     characters: Tensor
     context: int
@@ -40,7 +40,7 @@ class Windows:
 class CharacterText:
     """Characters as their numbers in ``alphabet``.
 
-    ``entropy`` is the least loss in nats a character that any model can have, where it is known.
+    ``entropy`` is the least loss in nats per character that any model can have, if it is known.
     """
 
     characters: Tensor
@@ -49,10 +49,10 @@ class CharacterText:
     entropy: float | None = None
 
     def split(self, context: int) -> Split[Windows]:
-        """The end of the text is held out; rows for the test do not overlap, and are few.
+        """Hold out the end of the text; rows for the test do not overlap, and are few.
 
         Args:
-            context: Characters in a row.
+            context: The number of characters in a row.
 
         Returns:
             Rows to train on, which begin at every character, and the held-out rows.
@@ -60,9 +60,9 @@ class CharacterText:
         Raises:
             ConfigError: The text is too short for rows of this length.
         """
-        kept = len(self.characters) - max(1, round(len(self.characters) * TEST_SHARE))
-        train = Windows(self.characters[:kept], context)
-        held_out = self.characters[kept:][: max(MOST_HELD_OUT, context) + 1]
+        num_train = len(self.characters) - max(1, round(len(self.characters) * TEST_SHARE))
+        train = Windows(self.characters[:num_train], context)
+        held_out = self.characters[num_train:][: max(MOST_HELD_OUT, context) + 1]
         test = Windows(held_out, context, stride=context)
         if not len(train) or not len(test):
             raise ConfigError(
@@ -73,7 +73,7 @@ class CharacterText:
 
 
 def read_characters(path: Path) -> CharacterText:
-    """A text file, or the only one in a folder; characters are numbered in their own order."""
+    """Read a text file, or the only one in a folder; characters are numbered in their order."""
     file = _only_text(path) if path.is_dir() else path
     text = read_text(file, _WAY_OUT)
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-Batch = tuple[Any, Tensor]  # what the model is called with, and the targets
+Batch = tuple[Any, Tensor]  # the model's argument, and the targets
 
 
 class Examples(Protocol):
@@ -68,7 +68,7 @@ class SparseExamples:
         return batch, self.targets[indices]
 
     def part(self, rows: Tensor) -> SparseExamples:
-        """Some of the rows."""
+        """Return some of the rows."""
         (indices, values, offsets), targets = self.take(rows)
         ends = torch.cat([offsets, torch.tensor([len(indices)])])
         return SparseExamples(indices, values, ends, targets, self.features)
@@ -88,7 +88,7 @@ class Split(Generic[E]):
 
 
 def split_off(count: int, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices in random order: the first ones, and the last ``share`` of them, for a test."""
+    """Return indices in random order: for training, and the last ``share`` of them for a test."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    kept = count - max(1, round(count * share))
-    return order[:kept], order[kept:]
+    num_train = count - max(1, round(count * share))
+    return order[:num_train], order[num_train:]

@@ -19,9 +19,9 @@ class Framed:
     """Images of three channels, ``side`` × ``side``, made from smaller ones when they are taken.
 
     Grey becomes colour; an image is enlarged by the largest integer that fits, and padded with
-    black. Numbers from 0 to 1 become −2 to 2: a deep net whose inputs are all
-    positive learns nothing for a long time. Converted in advance, a set of bytes would need many
-    times its memory.
+    black. Numbers from 0 to 1 become −2 to 2: a deep net whose inputs are all positive learns
+    nothing for a long time. Converted in advance, a set of bytes would need many times its
+    memory.
     """
 
     images: TensorExamples
@@ -48,6 +48,6 @@ class Framed:
         return framed.sub_(MIDDLE).div_(SPREAD).expand(-1, CHANNELS, -1, -1).contiguous(), targets
 
     def _margins(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Left, right, above and below."""
+        """Return the margins left, right, above and below."""
         left, above = (self.side - width) // 2, (self.side - height) // 2
         return left, self.side - width - left, above, self.side - height - above

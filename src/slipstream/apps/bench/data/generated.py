@@ -1,4 +1,4 @@
-"""Data that needs no file: packaged, or drawn from a seed. The same seed, the same data."""
+"""Data that needs no file: packaged, or drawn from a seed. The same seed gives the same data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def digits(*, size: int = 28, seed: int = 0) -> Split[TensorExamples]:
-    """The 1,797 handwritten digits of scikit-learn, enlarged; a random fifth is for the test."""
+    """Return scikit-learn's 1,797 handwritten digits, enlarged; a random fifth is for the test."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -45,13 +45,13 @@ def digits(*, size: int = 28, seed: int = 0) -> Split[TensorExamples]:
 def separable_images(
     *, count: int = 6000, classes: int = 10, size: int = 28, noise: float = 4.0, seed: int = 0
 ) -> Split[TensorExamples]:
-    """A smooth pattern per class; each image is its class's pattern with noise."""
+    """Generate images: each is its class's smooth pattern, with noise."""
     generator = seeded(seed)
     coarse = torch.randn(classes, 1, 7, 7, generator=generator)
     patterns = F.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=False)
     targets = torch.arange(count) % classes
-    drawn = torch.randn(count, 1, size, size, generator=generator)
-    images = patterns[targets] + noise * drawn
+    normal = torch.randn(count, 1, size, size, generator=generator)
+    images = patterns[targets] + noise * normal
     train, test = (
         TensorExamples(images[part], targets[part]) for part in split_off(count, TEST_SHARE, seed)
     )
@@ -67,43 +67,42 @@ def coloured_images(
     noise: float = 2.5,
     seed: int = 0,
 ) -> Split[TensorExamples]:
-    """A smooth coloured pattern per class; each image is its class's pattern, shifted, with
-    noise."""
+    """Generate colour images: each is its class's smooth pattern, shifted, with noise."""
     generator = seeded(seed)
     coarse = torch.randn(classes, CHANNELS, 9, 9, generator=generator)
     patterns = F.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=False)
     targets = torch.arange(count) % classes
-    # In parts: as numbers they take four times the memory of the bytes they become.
+    # In parts, since as numbers they take four times the memory of their bytes.
     parts = targets.split(DRAWN_AT_ONCE)
-    images = torch.cat([_moved(patterns[part], shift, noise, generator) for part in parts])
+    images = torch.cat([_shifted(patterns[part], shift, noise, generator) for part in parts])
     train, test = (
         TensorExamples(images[part], targets[part]) for part in split_off(count, TEST_SHARE, seed)
     )
     return Split(train, test, classes, origin="generated colour images")
 
 
-def _moved(patterns: Tensor, shift: int, noise: float, generator: torch.Generator) -> Tensor:
-    """Patterns as bytes, each with a random cyclic shift."""
+def _shifted(patterns: Tensor, shift: int, noise: float, generator: torch.Generator) -> Tensor:
+    """Return patterns as bytes, each with a random cyclic shift."""
     count, channels, size, _ = patterns.shape
     moves = torch.randint(-shift, shift + 1, (2, count, 1), generator=generator)
     rows, columns = (torch.arange(size) + moves).remainder(size)
     image, channel = torch.arange(count), torch.arange(channels)
-    moved = patterns[
+    shifted = patterns[
         image[:, None, None, None],
         channel[:, None, None],
         rows[:, None, :, None],
         columns[:, None, None, :],
     ]
-    drawn = moved + noise * torch.randn(moved.shape, generator=generator)
+    noisy = shifted + noise * torch.randn(shifted.shape, generator=generator)
     # Three standard deviations either way are within a byte.
     contrast = 127 / (3 * math.sqrt(1 + noise**2))
-    return (128 + contrast * drawn).clamp_(0, 255).byte()
+    return (128 + contrast * noisy).clamp_(0, 255).byte()
 
 
 def random_rows(
     shape: tuple[int, ...], *, classes: int, count: int = 64, seed: int = 0
 ) -> TensorExamples:
-    """Inputs and targets without any meaning, for measuring steps."""
+    """Return inputs and targets without any meaning, for measuring steps."""
     generator = seeded(seed)
     inputs = torch.randn(count, *shape, generator=generator)
     return TensorExamples(inputs, torch.randint(classes, (count,), generator=generator))
@@ -112,7 +111,7 @@ def random_rows(
 def sparse_logistic(
     *, count: int = 20_000, features: int = 100_000, entries: int = 30, seed: int = 0
 ) -> Split[SparseExamples]:
-    """Rows of few features, some of them common and most rare; labels by a logistic model."""
+    """Generate rows of few features, some common and most rare; labels by a logistic model."""
     generator = seeded(seed)
     weights = torch.randn(features, generator=generator) * 3 / math.sqrt(entries)
     # Uniform in the logarithm: feature i occurs about 1/i as often as the first.
@@ -137,7 +136,7 @@ def _sparse(indices: Tensor, values: Tensor, targets: Tensor, features: int) -> 
 def low_rank_ratings(
     *, users: int = 1000, items: int = 1500, rank: int = 4, count: int = 200_000, seed: int = 0
 ) -> Ratings:
-    """Ratings from 0.5 to 5 by a product of two thin matrices, rounded to halves."""
+    """Generate ratings from 0.5 to 5 by a product of two thin matrices, rounded to halves."""
     generator = seeded(seed)
     tastes = torch.randn(users, rank, generator=generator)
     traits = torch.randn(items, rank, generator=generator)
@@ -164,12 +163,12 @@ def ratings_by_genre(
     count: int = 60_000,
     seed: int = 0,
 ) -> tuple[Ratings, SparseExamples]:
-    """Ratings as above, of items with one to three genres, which make half of their traits."""
+    """Generate such ratings, of items with one to three genres, which are half of their traits."""
     generator = seeded(seed)
     lengths = torch.randint(1, 4, (items,), generator=generator)
-    drawn = torch.rand(items, genres, generator=generator).argsort(1)[:, :3].tolist()
+    numbers = torch.rand(items, genres, generator=generator).argsort(1)[:, :3].tolist()
     of = [
-        [f"genre{g:02d}" for g in row[:n]] for row, n in zip(drawn, lengths.tolist(), strict=True)
+        [f"genre{g:02d}" for g in row[:n]] for row, n in zip(numbers, lengths.tolist(), strict=True)
     ]
     rows = genre_rows(of)
     bags, _ = rows.take(torch.arange(items))
@@ -183,7 +182,7 @@ def ratings_by_genre(
 def labelled_sentences(
     *, count: int = 4000, classes: int = 10, vocabulary: int = 8000, seed: int = 0
 ) -> LabelledText:
-    """Sentences of common words with three or four of their class's own words among them."""
+    """Generate sentences of common words with three or four of their class's own words."""
     generator = seeded(seed)
 
     def draw(below: int) -> int:
@@ -196,5 +195,5 @@ def labelled_sentences(
             text.insert(draw(len(text) + 1), f"c{label}x{draw(8)}")
         return " ".join(text), f"class{label:03d}"
 
-    made = tuple(sentence(index % classes) for index in range(count))
-    return LabelledText(made, (), origin="generated sentences")
+    sentences = tuple(sentence(index % classes) for index in range(count))
+    return LabelledText(sentences, (), origin="generated sentences")

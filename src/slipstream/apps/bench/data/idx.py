@@ -21,7 +21,7 @@ _WAY_OUT = "take the files as they are published (train-images-idx3-ubyte.gz and
 
 
 def read_idx(path: Path) -> Tensor:
-    """The array in one file, compressed or not."""
+    """Read the array in one file, compressed or not."""
     content = read_bytes(path, _WAY_OUT)
     if len(content) < 4 or content[:2] != b"\0\0":
         raise refused(path, None, "not an idx file: it does not begin with two zeros", _WAY_OUT)
@@ -39,7 +39,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_images(folder: Path) -> Split[TensorExamples]:
-    """Training and test images of one folder."""
+    """Read training and test images of one folder."""
     train = _pair(folder, "train")
     test = _pair(folder, "test")
     classes = 1 + max(int(train.targets.max()), int(test.targets.max()))

@@ -29,7 +29,7 @@ class LabelledText:
 
 
 def read_labelled_text(folder: Path, *, fine: bool = False) -> LabelledText:
-    """The text in a folder; ``fine`` uses the whole of a two-part label, LABEL:fine."""
+    """Read the text in a folder; ``fine`` uses the whole of a two-part label, LABEL:fine."""
     if not folder.is_dir():
         raise refused(folder, None, "no such folder", _WAY_OUT)
     files = sorted(path for path in folder.iterdir() if path.is_file() and not _is_about(path))
@@ -43,7 +43,7 @@ def read_labelled_text(folder: Path, *, fine: bool = False) -> LabelledText:
 
 
 def read_class_files(files: dict[str, Path]) -> LabelledText:
-    """One file per class, one sentence per line."""
+    """Read one file per class, one sentence per line."""
     if len(files) < 2:
         place = next(iter(files.values()), Path())
         raise refused(place, None, f"{len(files)} classes are nothing to tell apart", _WAY_OUT)
@@ -57,7 +57,7 @@ def read_class_files(files: dict[str, Path]) -> LabelledText:
 
 
 def read_prefixed(path: Path, *, fine: bool = False) -> tuple[Sentence, ...]:
-    """``LABEL:fine text`` per line."""
+    """Read ``LABEL:fine text`` from each line."""
     sentences = []
     for number, line in enumerate(lines_of(read_text(path, _WAY_OUT)), start=1):
         if not line.strip():
@@ -71,7 +71,7 @@ def read_prefixed(path: Path, *, fine: bool = False) -> tuple[Sentence, ...]:
 
 
 def read_json_sentences(path: Path) -> LabelledText:
-    """``{"train": [[text, label], …], "test": …}``; a missing test is empty."""
+    """Read ``{"train": [[text, label], …], "test": …}``; a missing test is empty."""
     content = _parsed(path)
     if not isinstance(content, dict) or "train" not in content:
         raise refused(path, None, 'no "train" in it', 'write {"train": [["text", "label"], …]}')
@@ -80,7 +80,7 @@ def read_json_sentences(path: Path) -> LabelledText:
 
 
 def _trec(folder: Path, files: list[Path], *, fine: bool) -> LabelledText:
-    """The file whose name mentions training, and the other one."""
+    """Return the file whose name mentions training, and the other one."""
     training = [path for path in files if "train" in path.name.lower()] or files[:1]
     testing = [path for path in files if path not in training]
     train, test = (
@@ -91,7 +91,7 @@ def _trec(folder: Path, files: list[Path], *, fine: bool) -> LabelledText:
 
 
 def _is_about(path: Path) -> bool:
-    """Whether a file describes the data, and is not data."""
+    """Return whether a file describes the data, and is not data."""
     return path.name.startswith(".") or path.stem.lower() in ("readme", "license", "licence")
 
 

@@ -20,7 +20,7 @@ _FORMAT = "write LABEL INDEX:VALUE INDEX:VALUE …"
 
 
 def read_libsvm(path: Path, *, features: int | None = None) -> SparseExamples:
-    """Rows with targets 0 and 1; a label of −1 or 0 becomes 0.
+    """Read rows with targets 0 and 1; a label of −1 or 0 becomes 0.
 
     Give ``features`` if it is known; by default it is the file's largest index, which may be
     smaller.
@@ -51,7 +51,7 @@ def read_libsvm(path: Path, *, features: int | None = None) -> SparseExamples:
 
 
 def read_sparse_rows(folder: Path, *, features: int | None = None) -> Split[SparseExamples]:
-    """A folder's files: those that end in ``.t`` or mention a test, and the rest to train on.
+    """Read a folder's files: those for a test end in ``.t`` or mention one, the rest are to train.
 
     Without a test file a random fifth is for the test.
     """
@@ -61,27 +61,27 @@ def read_sparse_rows(folder: Path, *, features: int | None = None) -> Split[Spar
     testing = [path for path in paths if path.suffix == ".t" or "test" in path.name.lower()]
     training = [path for path in paths if path not in testing]
     if len(training) != 1 or len(testing) > 1:
-        found = ", ".join(path.name for path in paths) or "nothing"
+        names = ", ".join(path.name for path in paths) or "nothing"
         raise refused(
-            folder, None, f"holds {found}", "leave one file to train on and at most one NAME.t"
+            folder, None, f"holds {names}", "leave one file to train on and at most one NAME.t"
         )
     train = read_libsvm(training[0], features=features)
     test = read_libsvm(testing[0], features=features) if testing else None
     if test is None:
-        kept, held = split_off(len(train), TEST_SHARE, seed=0)
-        train, test = train.part(kept), train.part(held)
+        train_rows, test_rows = split_off(len(train), TEST_SHARE, seed=0)
+        train, test = train.part(train_rows), train.part(test_rows)
     widest = max(train.features, test.features)
     train, test = (replace(part, features=widest) for part in (train, test))
     return Split(train, test, classes=1, origin=str(folder))
 
 
-def _target(said: str) -> float:
+def _target(text: str) -> float:
     try:
-        label = float(said)
+        label = float(text)
     except ValueError:
-        raise ConfigError(f"label {shown(said)} is not a number") from None
+        raise ConfigError(f"label {shown(text)} is not a number") from None
     if label not in (-1.0, 0.0, 1.0):
-        raise ConfigError(f"label {shown(said)}: only two classes, -1 (or 0) and 1, are taken")
+        raise ConfigError(f"label {shown(text)}: only two classes, -1 (or 0) and 1, are taken")
     return max(0.0, label)
 
 

@@ -1,6 +1,6 @@
 """Generated text whose entropy is known: a Markov source of the second order.
 
-The last character says which few may follow, the last two how likely each of them is: a model
+The last character determines which few may follow, the last two how likely each of them is: a model
 learns the former soon, and the latter with time. With π the stationary distribution over pairs, a
 character has
 
@@ -27,7 +27,7 @@ STATIONARY_STEPS = 500
 
 @dataclass(frozen=True, slots=True)
 class MarkovSource:
-    """``followers[pair]`` are the characters that may come next, ``shares[pair]`` how likely."""
+    """A source of text: ``followers[pair]`` may come next, with probabilities ``shares[pair]``."""
 
     alphabet: str
     followers: Tensor
@@ -37,47 +37,47 @@ class MarkovSource:
     def drawn(
         cls, *, alphabet: str = ALPHABET, followers: int = FOLLOWERS, seed: int
     ) -> MarkovSource:
-        """Which characters follow which, by this seed."""
+        """Draw which characters follow which, from this seed."""
         generator = torch.Generator().manual_seed(seed)
         size = len(alphabet)
         by_last = torch.rand(size, size, generator=generator).argsort(1)[:, :followers]
-        drawn = torch.rand(size * size, followers, generator=generator, dtype=torch.float64)
-        weights = drawn**3 + 0.01  # uneven: one of them is likely
+        uniform = torch.rand(size * size, followers, generator=generator, dtype=torch.float64)
+        weights = uniform**3 + 0.01  # uneven: one of them is likely
         return cls(alphabet, by_last.repeat(size, 1), weights / weights.sum(1, keepdim=True))
 
     def next_pairs(self) -> Tensor:
-        """The pairs that may come after each pair: the first of its two characters is dropped."""
+        """Return the pairs that may follow each pair, which lose the first of two characters."""
         size = len(self.alphabet)
         last = torch.arange(size * size).remainder(size).unsqueeze(1)
         return last * size + self.followers
 
     def entropy(self) -> float:
-        """In nats a character; H above, with π by power iteration."""
+        """Return the entropy H in nats per character, with π by power iteration."""
         after = self.next_pairs()
         at = torch.full((len(after),), 1 / len(after), dtype=torch.float64)
         for _ in range(STATIONARY_STEPS):
-            moved = (at.unsqueeze(1) * self.shares).flatten()
-            # Halfway: a source that alternates would never settle otherwise.
-            at = (at + torch.zeros_like(at).index_add_(0, after.flatten(), moved)) / 2
+            next_weights = (at.unsqueeze(1) * self.shares).flatten()
+            # Halfway: a source that alternates would never converge otherwise.
+            at = (at + torch.zeros_like(at).index_add_(0, after.flatten(), next_weights)) / 2
         each = -(self.shares * self.shares.log()).sum(1)
         return float((at * each).sum())
 
     def draw(self, count: int, *, seed: int) -> Tensor:
-        """So many characters, by their numbers."""
+        """Draw ``count`` characters, by their numbers."""
         bounds: list[list[float]] = self.shares.cumsum(1)[:, :-1].tolist()
         after: list[list[int]] = self.next_pairs().tolist()
         uniform = torch.rand(count, generator=torch.Generator().manual_seed(seed))
         pairs = itertools.accumulate(
             uniform.tolist(),
-            lambda pair, drawn: after[pair][bisect.bisect(bounds[pair], drawn)],
+            lambda pair, number: after[pair][bisect.bisect(bounds[pair], number)],
             initial=0,
         )
-        drawn = torch.tensor([*itertools.islice(pairs, 1, None)], dtype=torch.int32)
-        return drawn.remainder(len(self.alphabet))
+        number = torch.tensor([*itertools.islice(pairs, 1, None)], dtype=torch.int32)
+        return number.remainder(len(self.alphabet))
 
 
 def markov_text(*, count: int = 300_000, seed: int = 0) -> CharacterText:
-    """Text of a source of this seed, with its entropy."""
+    """Return text of a source of this seed, with its entropy."""
     source = MarkovSource.drawn(seed=seed)
     entropy = source.entropy()
     origin = f"generated text of {entropy:.3f} nats a character"

@@ -1,4 +1,4 @@
-"""Ratings of items that have genres: MovieLens' ``ratings.csv`` beside its ``movies.csv``."""
+"""Ratings of items that have genres: MovieLens' ``ratings.csv`` and its ``movies.csv``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RatingBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RatedItems:
-    """``genres`` has a row for each item; its targets mean nothing."""
+    """Ratings with genres: ``genres`` has a row for each item; its targets mean nothing."""
 
     pairs: Tensor
     values: Tensor
@@ -45,7 +45,7 @@ class RatedItems:
 
 
 def split_rated(ratings: Ratings, genres: SparseExamples, seed: int = 0) -> Split[RatedItems]:
-    """A tenth of the ratings, at random, for the test."""
+    """Split off a tenth of the ratings, at random, for the test."""
     train, test = (
         RatedItems(ratings.pairs[part], ratings.values[part], genres)
         for part in split_off(len(ratings.values), TEST_SHARE, seed)
@@ -54,7 +54,7 @@ def split_rated(ratings: Ratings, genres: SparseExamples, seed: int = 0) -> Spli
 
 
 def read_rated_items(folder: Path) -> tuple[Ratings, SparseExamples]:
-    """All ratings of a folder, and the genres of the items that were rated."""
+    """Read all ratings of a folder, and the genres of the items that were rated."""
     ratings = read_ratings(folder)
     listed = _listed_genres(folder / "movies.csv" if folder.is_dir() else folder)
     return ratings, genre_rows([listed.get(name, ()) for name in ratings.item_names])
@@ -66,11 +66,13 @@ def _listed_genres(path: Path) -> dict[str, Sequence[str]]:
     if missing:
         raise refused(path, 1, f"no column {', '.join(missing)}", _WAY_OUT)
     listed = {row["movieId"]: row["genres"] or NO_GENRES for row in rows_of(path, rows)}
-    return {name: () if said == NO_GENRES else said.split("|") for name, said in listed.items()}
+    return {
+        name: () if genres == NO_GENRES else genres.split("|") for name, genres in listed.items()
+    }
 
 
 def genre_rows(genres: Sequence[Sequence[str]]) -> SparseExamples:
-    """A row for each item, of its genres' numbers; genres are numbered in alphabetical order."""
+    """Return a row of genres' numbers for each item; genres are numbered in alphabetical order."""
     numbers = {name: number for number, name in enumerate(sorted({g for of in genres for g in of}))}
     entries = [numbers[genre] for of in genres for genre in of]
     lengths = torch.tensor([0, *map(len, genres)])

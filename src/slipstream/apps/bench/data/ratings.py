@@ -22,9 +22,9 @@ _WAY_OUT = "give the ratings.csv of a MovieLens set, or the folder it is in"
 
 @dataclass(frozen=True, slots=True)
 class Ratings:
-    """``pairs`` holds users and items, numbered from 0 without gaps, ``values`` their ratings.
+    """Ratings: ``pairs`` are users and items, numbered from 0 without gaps, ``values`` the ratings.
 
-    ``item_names`` are what a file calls the items, by their numbers.
+    ``item_names`` are the names of items in a file, by their numbers.
     """
 
     pairs: Tensor
@@ -35,7 +35,7 @@ class Ratings:
     item_names: tuple[str, ...] = ()
 
     def split(self, seed: int = 0) -> Split[TensorExamples]:
-        """A tenth, at random, for the test."""
+        """Split off a tenth, at random, for the test."""
         train, test = (
             TensorExamples(self.pairs[part], self.values[part])
             for part in split_off(len(self.values), TEST_SHARE, seed)
@@ -44,7 +44,7 @@ class Ratings:
 
 
 def read_ratings(path: Path) -> Ratings:
-    """All ratings; users and films are numbered in the order in which they appear."""
+    """Read all ratings; users and films are numbered in the order in which they appear."""
     path = path / "ratings.csv" if path.is_dir() else path
     rows = csv.DictReader(lines_of(read_text(path, _WAY_OUT)))
     missing = [column for column in COLUMNS if column not in columns_of(path, rows)]
@@ -54,8 +54,8 @@ def read_ratings(path: Path) -> Ratings:
     items: dict[str, int] = {}
     pairs, values = [], []
     for row in rows_of(path, rows):
-        user, item, said = (row[column] for column in COLUMNS)
-        value = _rating(path, rows.line_num, said)
+        user, item, rating = (row[column] for column in COLUMNS)
+        value = _rating(path, rows.line_num, rating)
         if not user or not item:
             raise refused(path, rows.line_num, "no user or no film", "mend or remove the line")
         pairs.append((users.setdefault(user, len(users)), items.setdefault(item, len(items))))
@@ -72,12 +72,12 @@ def read_ratings(path: Path) -> Ratings:
     )
 
 
-def _rating(path: Path, line: int, said: str | None) -> float:
+def _rating(path: Path, line: int, text: str | None) -> float:
     try:
-        value = float(said or "")
+        value = float(text or "")
     except ValueError:
         value = math.nan
     if not abs(value) <= MOST_RATING:
-        problem = f"rating {shown(said)} is not a number"
+        problem = f"rating {shown(text)} is not a number"
         raise refused(path, line, problem, "mend or remove the line")
     return value

@@ -57,12 +57,12 @@ class TextSplit:
 
 
 def encode_text(text: LabelledText, *, seed: int = 0) -> TextSplit:
-    """Number words and labels by the training part; split off a tenth where no test is given."""
+    """Number words and labels by the training part; split off a tenth if no test is given."""
     check_enough(text)
     train, test = text.train, text.test
     if not test:
-        kept, held = split_off(len(train), TEST_SHARE, seed)
-        train, test = (tuple(train[i] for i in part.tolist()) for part in (kept, held))
+        train_rows, test_rows = split_off(len(train), TEST_SHARE, seed)
+        train, test = (tuple(train[i] for i in part.tolist()) for part in (train_rows, test_rows))
     labels = {label: i for i, label in enumerate(sorted({label for _, label in text.train}))}
     # A label that does not occur in training cannot be learnt; it is removed from the test.
     test = tuple(sentence for sentence in test if sentence[1] in labels)

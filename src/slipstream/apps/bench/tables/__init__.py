@@ -1,8 +1,8 @@
 """Layer tables: nets as rows of (name, kind, shapes, flops, forward ms, backward ms).
 
-Times are proportional to flops, a third of them forward, and add up to the speed of one device
-in the Poseidon paper; each table's ``origin`` gives the source of its speed. A table may also be
-read from a file. Planners and emulated devices use them; nothing here needs torch.
+Times are proportional to flops, a third of them forward, and add up to the speed of one device in
+the Poseidon paper; each table's ``origin`` gives the source of its speed. A table may also be read
+from a file. Planners and emulated devices use them; torch is not needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 
 def table(name: str) -> Table:
-    """The built-in table of this name, or the one in this file."""
+    """Return the built-in table of this name, or the one in this file."""
     known = name.strip().lower().replace("_", "-")
     if known in TABLES:
         return TABLES[known]()

@@ -49,24 +49,24 @@ _FORMAT = f"give each layer {', '.join(COLUMNS)}"
 
 
 def read_table(path: Path, *, batch: int | None = None) -> Table:
-    """The table in a file; its times are for ``batch`` rows, unless the file gives the number."""
+    """Read the table in a file; its times are for ``batch`` rows, or for its own number."""
     text = read_text(path, "give a layer table as .csv or .json", MOST_BYTES)
     if path.suffix.lower() == ".json":
-        name, said, rows = _from_json(path, text)
+        name, own_batch, rows = _from_json(path, text)
     else:
-        name, said, rows = path.stem, None, _from_csv(path, text)
+        name, own_batch, rows = path.stem, None, _from_csv(path, text)
     layers = tuple(_layer(path, line, row) for line, row in islice(rows, MOST_LAYERS + 1))
     if not layers:
         raise refused(path, None, "no layers in it", _FORMAT)
     if len(layers) > MOST_LAYERS:
-        raise refused(path, None, f"more than {MOST_LAYERS} layers", "put alike ones together")
+        raise refused(path, None, f"more than {MOST_LAYERS} layers", "merge equal ones")
     if sum(layer.parameters for layer in layers) > MOST_PARAMETERS:
         problem = f"more than {MOST_PARAMETERS:.0e} parameters"
         raise refused(path, None, problem, "give the layers of one worker's part of the net")
     if not sum(layer.forward_ms + layer.backward_ms for layer in layers) > 0:
         raise refused(path, None, "all times are 0", "give the milliseconds a step takes")
     _refuse_duplicates(path, layers)
-    return Table(name, layers, said or batch or DEFAULT_BATCH, f"read from {path}")
+    return Table(name, layers, own_batch or batch or DEFAULT_BATCH, f"read from {path}")
 
 
 def _from_csv(path: Path, text: str) -> Iterator[Row]:
@@ -100,14 +100,14 @@ def _from_json(path: Path, text: str) -> tuple[str, int | None, Iterator[Row]]:
 
 
 def _json_rows(path: Path, text: str, entries: list[Any]) -> Iterator[Row]:
-    """JSON parsers give no lines; but each layer has one ``"layer":``, in the same order."""
+    """Yield entries with their lines: each layer has one ``"layer":``, in the same order."""
     starts = (match.start() for match in re.finditer(r'"layer"\s*:', text))
     line: int | None = 1
-    seen = 0
+    counted_to = 0
     for index, entry in enumerate(entries):
         start = next(starts, None)
-        line = None if line is None or start is None else line + text.count("\n", seen, start)
-        seen = start or 0
+        line = None if line is None or start is None else line + text.count("\n", counted_to, start)
+        counted_to = start or 0
         if not isinstance(entry, dict) or "layer" not in entry:
             raise refused(path, None, f"entry {index + 1} names no layer", _FORMAT)
         yield line, entry
@@ -128,55 +128,55 @@ def _layer(path: Path, line: int | None, row: Mapping[str, Any]) -> Layer:
         raise refused(path, line, str(error), _FORMAT) from error
 
 
-def _shapes(said: Any) -> tuple[Shape, ...]:
-    """``"1000x2048;1000"``, ``[1000, 2048]`` or ``[[1000, 2048], [1000]]``."""
-    if isinstance(said, str):
-        said = [part.strip().lower().split("x") for part in said.split(";") if part.strip()]
-    elif said is None:
-        said = []
-    elif isinstance(said, list) and said and not isinstance(said[0], list):
-        said = [said]
+def _shapes(value: Any) -> tuple[Shape, ...]:
+    """Parse ``"1000x2048;1000"``, ``[1000, 2048]`` or ``[[1000, 2048], [1000]]``."""
+    if isinstance(value, str):
+        value = [part.strip().lower().split("x") for part in value.split(";") if part.strip()]
+    elif value is None:
+        value = []
+    elif isinstance(value, list) and value and not isinstance(value[0], list):
+        value = [value]
     try:
-        shapes = tuple(tuple(int(size) for size in shape) for shape in said)
+        shapes = tuple(tuple(int(size) for size in shape) for shape in value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"shape {shown(said)} is not understood: write 1000x2048;1000") from None
+        raise ConfigError(f"shape {shown(value)} is not understood: write 1000x2048;1000") from None
     if len(shapes) > MOST_SHAPES:
         raise ConfigError(f"{len(shapes)} shapes, but a layer has at most {MOST_SHAPES}")
     if not all(shape and min(shape) > 0 for shape in shapes):
-        raise ConfigError(f"shape {shown(said)} holds nothing")
+        raise ConfigError(f"shape {shown(value)} holds nothing")
     if max((len(shape) for shape in shapes), default=0) > MOST_DIMENSIONS:
-        raise ConfigError(f"shape {shown(said)} has more than {MOST_DIMENSIONS} dimensions")
+        raise ConfigError(f"shape {shown(value)} has more than {MOST_DIMENSIONS} dimensions")
     if max((max(shape) for shape in shapes), default=0) > MOST_PARAMETERS:
-        raise ConfigError(f"shape {shown(said)} has more than {MOST_PARAMETERS:.0e} parameters")
+        raise ConfigError(f"shape {shown(value)} has more than {MOST_PARAMETERS:.0e} parameters")
     return shapes
 
 
-def _kind(said: Any, shapes: tuple[Shape, ...]) -> Kind:
-    if not said:
+def _kind(value: Any, shapes: tuple[Shape, ...]) -> Kind:
+    if not value:
         dimensions = len(shapes[0]) if shapes else 0
-        said = "fc" if dimensions == 2 else "conv" if dimensions > 2 else "other"
-    if said not in KINDS:
-        raise ConfigError(f"kind {shown(said)} is not one of {', '.join(KINDS)}")
-    if said == "fc" and (not shapes or len(shapes[0]) != 2):
+        value = "fc" if dimensions == 2 else "conv" if dimensions > 2 else "other"
+    if value not in KINDS:
+        raise ConfigError(f"kind {shown(value)} is not one of {', '.join(KINDS)}")
+    if value == "fc" and (not shapes or len(shapes[0]) != 2):
         raise ConfigError("an fc layer's weight has two dimensions, outputs and inputs")
-    kind: Kind = said
+    kind: Kind = value
     return kind
 
 
 def _milliseconds(row: Mapping[str, Any], column: str) -> float:
-    said = row.get(column)
+    content = row.get(column)
     try:
-        value = math.nan if said is None or isinstance(said, bool) else float(said)
+        value = math.nan if content is None or isinstance(content, bool) else float(content)
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 <= value <= MOST_MS:
-        problem = f"{column} is {shown(said)}, not a number of milliseconds"
+        problem = f"{column} is {shown(content)}, not a number of milliseconds"
         raise ConfigError(f"{problem} from 0 to {MOST_MS:g}")
     return value
 
 
-def _name(said: Any, whose: str) -> str:
-    name = str(said).strip() if isinstance(said, str | int) else ""
+def _name(value: Any, whose: str) -> str:
+    name = str(value).strip() if isinstance(value, str | int) else ""
     if not name:
         raise ConfigError(f"{whose} has no name")
     if not name.isprintable() or len(name) > MOST_LETTERS:

@@ -17,7 +17,7 @@ FLAT, TALL = (1, 3), (3, 1)
 
 
 def chain(module: str, inputs: int, *steps: Step) -> Iterator[Layer]:
-    """Convolutions one after the other."""
+    """Yield convolutions one after the other."""
     for name, outputs, kernel, size in steps:
         yield conv(f"{module}/{name}", inputs, outputs, kernel, size, norm=True)
         inputs = outputs
@@ -69,7 +69,7 @@ def reduce17(module: str) -> Iterator[Layer]:
 
 
 def grid8(module: str, inputs: int) -> Iterator[Layer]:
-    """Here branches split a second time: the last two convolutions read the same input."""
+    """Yield a module whose branches split twice: the last two convolutions have the same input."""
     yield from chain(module, inputs, ("1x1", 320, 1, 8))
     yield from chain(module, inputs, ("3x3_1", 384, 1, 8))
     for name, kernel in (("3x3_2a", FLAT), ("3x3_2b", TALL)):

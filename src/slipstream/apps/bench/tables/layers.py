@@ -24,8 +24,8 @@ class Layer:
     """Parameters and times of one layer; its weight is the first shape.
 
     Two shapes are weight and bias; three are a weight and the scale and shift of the batch
-    normalisation behind it. ``flops`` are those of one sample's forward pass, a multiply-add
-    counted as two; 0 where unknown. The times are those of a whole batch.
+    normalisation after it. ``flops`` are those of one sample's forward pass, a multiply-add counted
+    as two; 0 if unknown. The times are those of a whole batch.
     """
 
     name: str
@@ -101,31 +101,31 @@ class Table:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """The tensors a planner routes: those that an emulated net of this table holds."""
-        named = [
+        """The tensors for a planner: those that an emulated net of this table has."""
+        tensors = [
             (f"{layer.module}.{name}", shape, layer.module if layer.kind == "fc" else "")
             for layer in self.layers
             for name, shape in layer.named_shapes.items()
         ]
         return tuple(
             Spec(name, shape, "float32", order, layer=layer, form="factors" if layer else "")
-            for order, (name, shape, layer) in enumerate(named)
+            for order, (name, shape, layer) in enumerate(tensors)
         )
 
     def slowed(self, times: float) -> Table:
-        """The same net on a device that takes ``times`` times as long."""
+        """Return the same net on a device that takes ``times`` times as long."""
         if not times > 0:
             raise ConfigError(f"a device cannot be slowed {times:g} times; give a number above 0")
         return replace(self, layers=tuple(layer.slowed(times) for layer in self.layers))
 
     def at_batch(self, rows: int) -> Table:
-        """A step of this many rows; the time per row does not change."""
+        """Return a step of this many rows; the time per row does not change."""
         if rows < 1:
             raise ConfigError(f"a batch of {rows} rows trains nothing; give 1 or more")
         return replace(self.slowed(rows / self.batch), batch=rows)
 
     def scaled(self, factor: float) -> Table:
-        """The same step with ``factor`` times the bytes, for machines with less memory.
+        """Return the same step with ``factor`` times the bytes, for machines with less memory.
 
         Rows M, columns N and batch K each shrink by √factor, so that dense gradients (MN) and
         sufficient factors (K(M+N)) both shrink by ``factor``, while all times stay. If links are
@@ -146,7 +146,7 @@ class Table:
 
 
 def _shrunk(shape: Shape, side: float) -> Shape:
-    """Channels shrink, kernels do not."""
+    """Return a shape with fewer channels; kernels keep their size."""
     return tuple(
         _at_least_one(size * side) if axis < 2 else size for axis, size in enumerate(shape)
     )
@@ -165,7 +165,7 @@ def conv(
     *,
     norm: bool = False,
 ) -> Layer:
-    """A convolution whose output is ``size`` × ``size``, with a bias or a batch normalisation."""
+    """Return a convolution with outputs of ``size`` × ``size``, and a bias or a normalisation."""
     height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
     weight = (outputs, inputs, height, width)
     shapes = (weight, (outputs,), (outputs,)) if norm else (weight, (outputs,))
@@ -173,14 +173,14 @@ def conv(
 
 
 def fc(name: str, inputs: int, outputs: int) -> Layer:
-    """A fully connected layer with a bias."""
+    """Return a fully connected layer with a bias."""
     return Layer(name, "fc", ((outputs, inputs), (outputs,)), flops=2.0 * inputs * outputs)
 
 
 def timed(
     name: str, layers: Sequence[Layer], *, batch: int, images_per_s: float, origin: str
 ) -> Table:
-    """Times proportional to flops, such that one device alone does ``images_per_s``."""
+    """Return a table whose times are proportional to flops, at ``images_per_s`` on one device."""
     ms_per_flop = 1000 * batch / images_per_s / sum(layer.flops for layer in layers)
     return Table(
         name,

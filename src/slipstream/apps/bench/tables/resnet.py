@@ -17,7 +17,7 @@ EXPANSION = 4
 
 
 def block(name: str, inputs: int, inner: int, size: int, *, project: bool) -> Iterator[Layer]:
-    """A bottleneck; as in the paper, the first convolution has the stride."""
+    """Yield a bottleneck's layers; as in the paper, the first convolution has the stride."""
     yield conv(f"{name}/conv1", inputs, inner, 1, size, norm=True)
     yield conv(f"{name}/conv2", inner, inner, 3, size, norm=True)
     yield conv(f"{name}/conv3", inner, inner * EXPANSION, 1, size, norm=True)

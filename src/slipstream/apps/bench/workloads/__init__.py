@@ -36,7 +36,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
 
 
 def known(name: str) -> None:
-    """Refuse a name that is not a workload's."""
+    """Check that a name is a workload's."""
     if name not in WORKLOADS:
         near = difflib.get_close_matches(name, WORKLOADS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -50,7 +50,7 @@ def workload(
     scale: float | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Workload:
-    """Load or generate the data and put the workload together.
+    """Load or generate the data and assemble the workload.
 
     Args:
         name: One of ``WORKLOADS``.
@@ -59,17 +59,18 @@ def workload(
         sizes: Other sizes than the workload's own, by name, such as ``{"layers": 2}``.
 
     Returns:
-        The workload.
+        The workload, with its model, data and optimizer.
 
     Raises:
-        ConfigError: There is no such workload, it does not take one of these, or the data is bad.
+        ConfigError: There is no such workload, it does not take an argument, or the data is
+            invalid.
 
     >>> workload("gpt", sizes={"layers": 2, "width": 64}).name
     'gpt'
     """
     known(name)
-    given = {"data": data, "scale": scale, **(sizes or {})}
-    arguments = {key: value for key, value in given.items() if value is not None}
+    options = {"data": data, "scale": scale, **(sizes or {})}
+    arguments = {key: value for key, value in options.items() if value is not None}
     for key in arguments:
         able = [n for n, make in WORKLOADS.items() if key in inspect.signature(make).parameters]
         if name not in able:
@@ -86,7 +87,7 @@ def _not_taken(name: str, key: str, able: list[str]) -> ConfigError:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """Sizes from text such as ``"layers=2,width=64"``; none from an empty one.
+    """Parse sizes from text such as ``"layers=2,width=64"``; none from an empty one.
 
     Raises:
         ConfigError: The text is of another form, or names a size twice.
@@ -96,11 +97,11 @@ def parse_sizes(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for part in filter(None, map(str.strip, text.split(","))):
-        found = SIZE.fullmatch(part)
-        if found is None or found[1] in NO_SIZES or found[1] in sizes:
+        match = SIZE.fullmatch(part)
+        if match is None or match[1] in NO_SIZES or match[1] in sizes:
             raise ConfigError(
                 f"sizes {shown(text)}: write NAME=NUMBER, joined by commas, each name once, such "
                 "as layers=2,width=64"
             )
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     return sizes

@@ -1,4 +1,4 @@
-"""Workloads of today's kind, judged by their loss on data that is held out: text, and ratings."""
+"""Workloads evaluated by their loss on held-out data: text, and ratings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def gpt(
     context: int = 64,
     tied: int = 0,
 ) -> Workload:
-    """A transformer that predicts the next character."""
+    """Train a transformer that predicts the next character."""
     sizes = {"layers": layers, "width": width, "heads": heads, "context": context}
     check_sizes(**sizes)
     text = markov_text() if data is None else read_characters(data)
     split = text.split(context)
     model = partial(Gpt, split.classes, **sizes, tied=bool(tied))
-    # No model gets below the entropy; a tenth above it most of the structure is learnt.
+    # No model gets below the entropy; a tenth above it, most of the structure is learnt.
     target = TEXT_TARGET if text.entropy is None else 1.1 * text.entropy
     return Workload(
         "gpt",
@@ -53,7 +53,7 @@ def gpt(
 
 
 def recommender(*, data: Path | None = None, width: int = 32, hidden: int = 64) -> Workload:
-    """Embeddings of users, items and genres, and a small net on top of them."""
+    """Train embeddings of users, items and genres, with a small net on top of them."""
     for name, size in (("width", width), ("hidden", hidden)):
         if size < 1:
             raise ConfigError(f"recommender: {name}={size}; take at least 1")
@@ -89,7 +89,7 @@ def _next_character_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _row_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Nats a character, the mean of each row."""
+    """Return nats per character, the mean of each row."""
     return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
 
 

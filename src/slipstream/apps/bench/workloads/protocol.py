@@ -1,4 +1,4 @@
-"""What the bench trains: a model, examples, a loss, an optimizer, and optionally a goal."""
+"""The interface of a workload: a model, examples, a loss, an optimizer, optionally a goal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Goal:
     finish: Callable[[float], float] = float
 
     def evaluate(self, model: nn.Module) -> float:
-        """The metric over all test rows; the model's mode does not change."""
+        """Return the metric over all test rows; the model's mode does not change."""
         training = model.training
         model.eval()
         total = 0.0
@@ -42,7 +42,7 @@ class Goal:
         return self.finish(total / len(self.test))
 
     def at(self, target: float) -> Goal:
-        """The same with another target."""
+        """Return the same goal with another target."""
         return replace(self, target=target)
 
     def reached(self, value: float) -> bool:
@@ -51,10 +51,10 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One thing to train. ``batch`` is what each worker takes a step, unless told otherwise.
+    """A model to train with its data. ``batch`` is the default of each worker's rows per step.
 
-    ``rows_per_sample`` is how many rows a sample gives each linear layer: a text has one a
-    character.
+    ``rows_per_sample`` is the number of rows that a sample gives each linear layer: a text has one
+    per character.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Workload:
     rows_per_sample: int = 1
 
     def batches(self, rank: int, world: int, batch: int, seed: int) -> Iterator[Batch]:
-        """One worker's rows of every step, for ever; ``batch`` counts those of all workers.
+        """Yield one worker's rows of every step, for ever; ``batch`` counts those of all workers.
 
         All workers' rows together depend on the batch and the seed, not on the number of workers.
         Epochs are shuffled, and rows that do not fill a batch are left out.
@@ -102,7 +102,7 @@ class Workload:
 
 
 def _steps(rows: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """The rows of each step of all workers together."""
+    """Yield the rows of each step of all workers together."""
     for epoch in itertools.count():
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(rows, generator=generator)

@@ -40,7 +40,7 @@ def vgg(*, scale: float = 1.0) -> Workload:
 
 
 def emulated(table: Table) -> Workload:
-    """A table's net on an emulated device: a step of its batch takes the table's time."""
+    """Return a table's net on an emulated device: a step of its batch takes the table's time."""
     matrices = [layer.shapes[0] for layer in table.layers if layer.kind == "fc"]
     classes = matrices[-1][0] if matrices else 1
     rows = TensorExamples(torch.zeros(EMULATED_ROWS, 1), torch.arange(EMULATED_ROWS) % classes)
@@ -54,7 +54,7 @@ def emulated(table: Table) -> Workload:
 
 
 def _classes(scale: float) -> int:
-    """The classifier's outputs shrink like every other layer's."""
+    """Return the number of outputs of a classifier that shrinks like every other layer."""
     return max(1, round(1000 * math.sqrt(scale)))
 
 
