@@ -20,6 +20,7 @@ from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.engine import Applier
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.runtime.exchange.update_stream import UpdateStream
 from slipstream.runtime.gossip.gossip import GossipChannel
 from slipstream.runtime.gossip.handover import JoinCoordinator
@@ -79,6 +80,7 @@ class SharedParts:
 
     Attributes:
         shards: all servers.
+        transfer: moves state of the job, and of pair 0.
         chain: copies rank 0's state to all ranks.
         consensus: computes the mean of the first pair's weights.
         wired: how many replicas were made; the next one's messages carry this number.
@@ -87,6 +89,7 @@ class SharedParts:
 
     membership: Membership
     shards: Shards
+    transfer: Transfer
     chain: StateChain
     consensus: Consensus
     wired: int = 0
@@ -100,10 +103,11 @@ class SharedParts:
             first: The pair whose weights ``job.consensus`` averages.
         """
         env, member, limit_s = membership.env, membership.member, membership.limits.wait_s
-        chain = StateChain(env.rank, env.world_size, member, limit_s)
+        transfer = Transfer(member)
+        chain = StateChain(env.rank, env.world_size, transfer, limit_s)
         numel = len(whole_vector(first.model))
-        consensus = Consensus(env.rank, env.world_size, member, numel, limit_s)
-        return cls(membership, Shards(), chain, consensus)
+        consensus = Consensus(env.rank, env.world_size, transfer, numel, limit_s)
+        return cls(membership, Shards(), transfer, chain, consensus)
 
     def key(self, what: str) -> str:
         """The name of a gathering, a new one in every call of ``job.distribute``."""
@@ -209,6 +213,8 @@ class Replica:
             self.optimizer.keeper = None
         if self.check is not None:
             self.check.close()
+        if self.residuals is not None:
+            self.residuals.close()
         self.synchronizer.close()
         self.member.close()
         if self.channels.collective is not None:
@@ -239,6 +245,7 @@ class Wiring:
         self._shards = shared.shards.for_pair(plan.cluster.servers)
         self._chain, self._consensus = shared.chain, shared.consensus
         self._member = shared.next_endpoint()
+        self._transfer = Transfer(self._member) if self._member.pair else shared.transfer
         self._limit_s = membership.limits.wait_s
         self._finite = FiniteGradients(
             membership.env.nonfinite,
@@ -481,7 +488,7 @@ class Wiring:
         if self._plan.update.holder_applies and service is not None:
             limit_s = self._limit_s
             servers = ServerState(
-                self._plan, self._inventory, optimizer, self._member, service, limit_s
+                self._plan, self._inventory, optimizer, self._transfer, service, limit_s
             )
             servers.begin()
         if self._outer is not None:
@@ -501,7 +508,7 @@ class Wiring:
     def _residuals(self, channels: Channels) -> Residuals | None:
         if self._plan.update.holder_applies or channels.links is None:
             return None
-        return Residuals(self._plan, channels.links, self._member, self._limit_s)
+        return Residuals(self._plan, channels.links, self._transfer, self._limit_s)
 
 
 def recipe_for(optimizer: torch.optim.Optimizer, inventory: Inventory) -> OptimizerRecipe:
