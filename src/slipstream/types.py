@@ -218,6 +218,7 @@ class EncodeContext:
 HERE = EncodeContext()  # for codecs that need no context
 
 Buffer = memoryview | bytes | bytearray | np.ndarray[Any, np.dtype[np.uint8]]
+Entry = tuple[int, str, str]  # of a chunk's state: segment, name, dtype
 
 
 @dataclass(frozen=True, slots=True)

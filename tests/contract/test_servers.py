@@ -10,6 +10,14 @@ from slipstream.codecs import Above, Dense, Filter
 from slipstream.consistency import All, Asynchronous, ByAge, Consistency, FirstOf, KAsync
 from slipstream.methods import Rounds
 from slipstream.routes import Everywhere, Route
+from slipstream.runtime.files.state_entries import (
+    FIRST_WEIGHTS,
+    PUBLISHED,
+    RESIDUAL,
+    SNAPSHOT,
+    STATE,
+    WEIGHTS,
+)
 from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
 from slipstream.schedules import AfterBackward
@@ -25,13 +33,11 @@ from slipstream.transports.wire import (
     Fetch,
     Lease,
     Leased,
-    Load,
     Message,
     Publish,
     Push,
     Ready,
     RouteUpdated,
-    Snapshot,
     State,
     WorkerLeft,
     checksum,
@@ -41,6 +47,12 @@ from slipstream.updates import Ema, LocalSteps, Nesterov, Update, UserOptimizer
 
 SPECS = [Spec("weight", (2,), "float32", 0)]
 AT_HOLDER = Update(outer=UserOptimizer(at="server"))
+
+
+def state(name: str, frame: Buffer, *entries: tuple[int, str, str], damage: int = 0) -> State:
+    """All of the state of the only chunk, in one piece."""
+    crc = checksum([frame]) ^ damage
+    return State(name, 0, 0, memoryview(frame).nbytes, crc, list(entries))
 
 
 class ServerHarness:
@@ -98,7 +110,7 @@ class ServerHarness:
 
     def load(self, *weights: float) -> None:
         frame = np.float32(weights)
-        self.send(0, Load(0, checksum([frame])), frame)
+        self.send(0, state(FIRST_WEIGHTS, frame), frame)
 
     def push(
         self,
@@ -126,10 +138,17 @@ class ServerHarness:
 
     def entry(self, name: str) -> list[float]:
         """Return one entry of the state of the weights."""
-        self.send(0, Fetch(0))
-        (state,) = (m for m in self.received(0) if isinstance(m.body, State))
-        names = [entry for _, entry, _ in state.body.entries]
-        return np.frombuffer(state.frames[names.index(name)], np.float32).tolist()
+        self.send(0, Fetch(STATE))
+        (message,) = (m for m in self.received(0) if isinstance(m.body, State))
+        at = [entry for _, entry, _ in message.body.entries].index(name)
+        numbers = np.frombuffer(message.frames[0], np.float32).tolist()
+        return numbers[2 * at : 2 * at + 2]
+
+    def residual(self) -> list[float]:
+        """Return what the server has not sent of its results."""
+        self.send(0, Fetch(RESIDUAL))
+        (message,) = (m for m in self.received(0) if isinstance(m.body, State))
+        return np.frombuffer(message.frames[0], np.float32).tolist()
 
     def lease(self, rank: int) -> tuple[int, int]:
         """Lease a batch, of three an epoch."""
@@ -268,29 +287,48 @@ def test_saved_state_has_the_number_of_its_updates() -> None:
     for round_ in range(3):
         harness.push(0, 1.0, 1.0, round_=round_, read=round_)
     harness.received(0)
-    harness.send(0, Snapshot())
-    (state,) = (m.body for m in harness.received(0) if isinstance(m.body, State))
-    assert state.round == 3
+    harness.send(0, Fetch(SNAPSHOT))
+    (saved,) = (m.body for m in harness.received(0) if isinstance(m.body, State))
+    assert saved.round == 3
 
 
 def test_loaded_state_replaces_all_of_the_state_before() -> None:
     harness = ServerHarness(sharded(Consistency(), AT_HOLDER), workers=1, momentum=0.5)
     harness.push(0, 2.0, 4.0)
     assert harness.published(0) == [[-2.0, -4.0]]
-    harness.send(0, State(0, [], checksum([])))  # of an optimizer that has made no step
+    harness.send(0, state(STATE, b""), b"")  # of an optimizer that has made no step
     harness.push(0, 1.0, 0.0, round_=1, read=1)
     assert harness.published(0) == [[-3.0, -4.0]]
 
 
 def test_damaged_residual_is_refused_and_changes_nothing() -> None:
     route = Route(Sharded(), up=Dense(), down=Filter(Above(1.0, decay="constant")))
-    harness = ServerHarness(Strategy("filtered", Rounds(Everywhere(route))), workers=1)
-    harness.push(0, 0.5, 2.0)
+    harness = ServerHarness(Strategy("filtered", Rounds(Everywhere(route))), workers=2)
+    for rank in range(2):
+        harness.push(rank, 0.5, 2.0)
     frame = np.float32([8.0, 8.0])
-    body = State(0, [(0, "residual", "float32")], checksum([frame]) ^ 1)
-    harness.send(0, body, frame)
+    harness.send(0, state(PUBLISHED, frame, damage=1), frame)
     assert "checksum" in harness.member.last_refusal
-    assert harness.entry("residual") == [0.5, 0.0]
+    assert harness.residual() == [0.5, 0.0]
+    harness.send(0, state(PUBLISHED, frame[:1]), frame[:1])
+    assert "of 4, expected 8 in all" in harness.member.last_refusal
+    harness.send(1, state(PUBLISHED, frame), frame)
+    assert f"{PUBLISHED} 0 from rank 1 is not expected" in harness.member.last_refusal
+    assert harness.residual() == [0.5, 0.0]
+    harness.send(0, state(PUBLISHED, frame), frame)
+    assert harness.residual() == [8.0, 8.0]
+
+
+def test_weights_begin_averages_only_if_they_are_the_first() -> None:
+    update = Update(outer=UserOptimizer(at="server"), average=Ema(0.5))
+    harness = ServerHarness(sharded(Consistency(), update), workers=1)
+    harness.load(4.0, 8.0)
+    frame = np.float32([1.0, 2.0])
+    harness.send(0, state(WEIGHTS, frame), frame)
+    assert harness.entry("weights") == [1.0, 2.0]
+    assert harness.entry("averaged weights") == [4.0, 8.0]
+    harness.load(3.0, 6.0)
+    assert harness.entry("averaged weights") == [3.0, 6.0]
 
 
 # ---- decisions

@@ -25,7 +25,7 @@ from slipstream.transports.wire import (
     HEADER_BYTES,
     AnyBody,
     Beat,
-    Fetch,
+    Echo,
     Leave,
     Message,
     Publish,
@@ -54,8 +54,8 @@ def contents(message: Message) -> list[bytes]:
     return [bytes(memoryview(frame)) for frame in message.frames]
 
 
-def chunks(messages: list[Message]) -> list[int]:
-    return [m.body.chunk for m in messages if isinstance(m.body, Fetch)]
+def numbers(messages: list[Message]) -> list[int]:
+    return [m.body.number for m in messages if isinstance(m.body, Echo)]
 
 
 # ---- what arrives
@@ -102,9 +102,9 @@ def test_everybody_can_talk_to_everybody(hall: Hall) -> None:
 def test_both_ends_count_the_same_bytes(hall: Hall) -> None:
     a, b = hall.join("a", "b")
     for size in (0, 10, 100_000):
-        a.send("b", Fetch(size), [bytes(size)])
+        a.send("b", Echo(size), [bytes(size)])
     hall.until_arrived("b", 3)
-    headers = sum(len(encode_header("a", Fetch(size))) for size in (0, 10, 100_000))
+    headers = sum(len(encode_header("a", Echo(size))) for size in (0, 10, 100_000))
     assert (dict(a.sent), dict(b.received)) == ({"b": headers + 100_010}, {"a": headers + 100_010})
     assert not b.refused
 
@@ -113,13 +113,13 @@ def test_a_sender_learns_what_arrived_and_how_long_it_was_under_way(zmq_hall: Zm
     a, _ = zmq_hall.join("a", "b")
     assert a.delivered("b") == (0, 0.0)
     for chunk in range(4):
-        a.send("b", Fetch(chunk), [bytes(LARGE)])
+        a.send("b", Echo(chunk), [bytes(LARGE)])
     zmq_hall.until_arrived("b", 4)
     zmq_hall.until(lambda: a.delivered("b")[0] >= 4 * LARGE)
     assert a.delivered("b")[0] < 4 * LARGE * 1.01
 
     def busy() -> bool:  # the kernel counts whole ticks, of some milliseconds
-        a.send("b", Fetch(4), [bytes(LARGE)])
+        a.send("b", Echo(4), [bytes(LARGE)])
         return a.delivered("b")[1] > 0
 
     zmq_hall.until(busy)
@@ -131,15 +131,15 @@ def test_a_sender_learns_what_arrived_and_how_long_it_was_under_way(zmq_hall: Zm
 def test_a_peer_that_listens_elsewhere_now_is_found_there(zmq_hall: ZmqHall) -> None:
     """Also by what was sent to the old place a moment before."""
     a, b = zmq_hall.join("a", "b")
-    a.send("b", Fetch(0))
+    a.send("b", Echo(0))
     zmq_hall.until_arrived("b", 1)
     b.close(0.0)
     elsewhere = zmq_hall.members["b"] = zmq_hall.make("b")
-    a.send("b", Fetch(1))
-    a.send("b", Fetch(2), priority=CONTROL)
+    a.send("b", Echo(1))
+    a.send("b", Echo(2), priority=CONTROL)
     a.connect("b", elsewhere.address)
-    a.send("b", Fetch(3))
-    assert chunks(zmq_hall.until_arrived("b", 2)) == [0, 3]
+    a.send("b", Echo(3))
+    assert numbers(zmq_hall.until_arrived("b", 2)) == [0, 3]
     zmq_hall.until(lambda: a.delivered("b")[0] > 0)
 
 
@@ -150,30 +150,30 @@ def test_a_peer_that_listens_elsewhere_now_is_found_there(zmq_hall: ZmqHall) -> 
 def test_equals_keep_their_order(hall: Hall, size: int) -> None:
     a, _ = hall.join("a", "b")
     for chunk in range(40):
-        a.send("b", Fetch(chunk), [bytes(size)], priority=5)
-    assert chunks(hall.until_arrived("b", 40)) == list(range(40))
+        a.send("b", Echo(chunk), [bytes(size)], priority=5)
+    assert numbers(hall.until_arrived("b", 40)) == list(range(40))
 
 
 def test_of_what_waits_the_most_urgent_goes_first(hall: Hall) -> None:
     a, _ = hall.join("a", "b")
     urgencies = [7, 3, 9, 3, -1, 7, 0]
     for chunk, priority in enumerate(urgencies):
-        a.send("b", Fetch(chunk), priority=priority)
+        a.send("b", Echo(chunk), priority=priority)
     expected = sorted(range(len(urgencies)), key=lambda i: (urgencies[i], i))
-    assert chunks(hall.until_arrived("b", len(urgencies))) == expected
+    assert numbers(hall.until_arrived("b", len(urgencies))) == expected
 
 
 def test_an_urgent_message_overtakes_a_queue_that_is_already_moving(hall: Hall) -> None:
     a, _ = hall.join("a", "b")
     for chunk in range(12):
-        a.send("b", Fetch(chunk), [bytes(LARGE)], priority=5)
+        a.send("b", Echo(chunk), [bytes(LARGE)], priority=5)
     if isinstance(hall, MemoryHall):
         hall.network.deliver()
     else:
         for _ in range(5):  # b does not even answer yet: nothing but a queue fills
             hall.turn("a")
-    a.send("b", Fetch(99), priority=1)
-    order = chunks(hall.until_arrived("b", 13))
+    a.send("b", Echo(99), priority=1)
+    order = numbers(hall.until_arrived("b", 13))
     assert order.index(99) <= IN_FLIGHT
     assert [chunk for chunk in order if chunk != 99] == list(range(12))
 
@@ -182,10 +182,10 @@ def test_control_message_leaves_while_data_waits_for_a_peer_that_does_not_read(
     zmq_hall: ZmqHall,
 ) -> None:
     a, _ = zmq_hall.join("a", "b")
-    a.send("b", Fetch(0))
+    a.send("b", Echo(0))
     a.send("b", Beat({}), priority=CONTROL)
     zmq_hall.until_arrived("b", 2)
-    data = [a.send("b", Fetch(chunk), [bytes(100_000)]) for chunk in range(1, 400)]
+    data = [a.send("b", Echo(chunk), [bytes(100_000)]) for chunk in range(1, 400)]
     left, still = 0, 0
     while still < 20:  # until what ZeroMQ and the kernel take is full
         zmq_hall.turn("a")
@@ -206,7 +206,7 @@ def test_link_is_alive_from_the_first_control_message_until_the_peer_is_gone(
     zmq_hall: ZmqHall,
 ) -> None:
     a, _ = zmq_hall.join("a", "b")
-    a.send("b", Fetch(0))
+    a.send("b", Echo(0))
     zmq_hall.until_arrived("b", 1)
     assert not a.link_alive("b")
     a.send("b", Beat({}), priority=CONTROL)
@@ -221,7 +221,7 @@ def test_link_is_alive_from_the_first_control_message_until_the_peer_is_gone(
 def test_a_ticket_is_done_when_the_message_may_be_changed_and_not_before(hall: Hall) -> None:
     a, _ = hall.join("a", "b")
     memory = np.full(LARGE, 1, np.uint8)
-    ticket = a.send("b", Fetch(0), [memory])
+    ticket = a.send("b", Echo(0), [memory])
     assert not ticket.done
     if isinstance(hall, ZmqHall):
         for _ in range(20):  # b has not let anybody in: no byte has left
@@ -238,7 +238,7 @@ def test_in_memory_delivery_and_ticket_are_one() -> None:
     with opened("memory") as hall:
         assert isinstance(hall, MemoryHall)
         a, b = hall.join("a", "b")
-        first, second = (a.send("b", Fetch(i), [bytearray(b"before")]) for i in range(2))
+        first, second = (a.send("b", Echo(i), [bytearray(b"before")]) for i in range(2))
         assert (first.done, second.done) == (False, False)
         assert hall.network.deliver() == "b"
         assert (first.done, second.done) == (True, False)
@@ -252,7 +252,7 @@ def test_in_memory_frames_are_read_when_they_are_delivered() -> None:
     with opened("memory") as hall:
         a, _ = hall.join("a", "b")
         memory = bytearray(b"before")
-        a.send("b", Fetch(0), [memory])
+        a.send("b", Echo(0), [memory])
         memory[:] = b"after!"
         assert contents(hall.until_arrived("b", 1)[0]) == [b"after!"]
 
@@ -264,7 +264,7 @@ def test_in_memory_a_seed_decides_the_order_between_links() -> None:
         hall.join("a", "b", "c", "d")
         for name in "bcd":
             for chunk in range(5):
-                hall.members[name].send("a", Fetch(chunk))
+                hall.members[name].send("a", Echo(chunk))
         return [message.sender for message in hall.until_arrived("a", 15)]
 
     assert order(1) == order(1)
@@ -277,8 +277,8 @@ GARBAGE = [
     b"",
     b"\xc1",
     b"GET / HTTP/1.1\r\n\r\n",
-    encode_header("a", Fetch(1))[:-1],
-    encode_header("a", Fetch(1)) + b"\0",
+    encode_header("a", Echo(1))[:-1],
+    encode_header("a", Echo(1)) + b"\0",
     bytes(HEADER_BYTES + 1),
 ]
 
@@ -288,10 +288,10 @@ def test_what_cannot_be_read_is_counted_and_forgotten(hall: Hall) -> None:
     for header in GARBAGE:
         hall.inject("b", header, b"payload")
     hall.until(lambda: sum(b.refused.values()) == len(GARBAGE))
-    a.send("b", Fetch(5))
-    assert chunks(hall.until_arrived("b", 1)) == [5]
+    a.send("b", Echo(5))
+    assert numbers(hall.until_arrived("b", 1)) == [5]
     assert b.refused == {FrameRefused.__name__: len(GARBAGE)}
-    assert dict(b.received) == {"a": len(encode_header("a", Fetch(5)))}
+    assert dict(b.received) == {"a": len(encode_header("a", Echo(5)))}
 
 
 def failed_handshake(link: zmq.Socket[bytes], hall: ZmqHall) -> bool:
@@ -326,19 +326,19 @@ STRANGERS = {
 def test_a_stranger_gets_nothing_in(zmq_hall: ZmqHall, who: str) -> None:
     a, b = zmq_hall.join("a", "b")
     stranger = zmq_hall.raw("b", STRANGERS[who](zmq_hall.credentials.encrypt))
-    stranger.send(encode_header("a", Fetch(666)))
+    stranger.send(encode_header("a", Echo(666)))
     assert failed_handshake(stranger, zmq_hall)
-    a.send("b", Fetch(1))
-    assert chunks(zmq_hall.until_arrived("b", 1)) == [1]
+    a.send("b", Echo(1))
+    assert numbers(zmq_hall.until_arrived("b", 1)) == [1]
     assert not b.refused
 
 
 def test_a_member_is_known_by_the_same_test(zmq_hall: ZmqHall) -> None:
     zmq_hall.join("b")
     link = zmq_hall.raw("b", zmq_hall.credentials)
-    link.send(encode_header("a", Fetch(3)))
+    link.send(encode_header("a", Echo(3)))
     assert not failed_handshake(link, zmq_hall)
-    assert chunks(zmq_hall.until_arrived("b", 1)) == [3]
+    assert numbers(zmq_hall.until_arrived("b", 1)) == [3]
 
 
 def test_garbage_connections_disturb_nobody(zmq_hall: ZmqHall) -> None:
@@ -348,8 +348,8 @@ def test_garbage_connections_disturb_nobody(zmq_hall: ZmqHall) -> None:
     for length in (0, 1, 10, 64, 5000):
         with socket.create_connection((host, int(port))) as garbage:
             garbage.sendall(noise.bytes(length))
-    a.send("b", Fetch(1))
-    assert chunks(zmq_hall.until_arrived("b", 1)) == [1]
+    a.send("b", Echo(1))
+    assert numbers(zmq_hall.until_arrived("b", 1)) == [1]
 
 
 def test_a_connection_that_stays_silent_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,17 +370,17 @@ def test_a_frame_above_the_limit_is_not_taken_in(zmq_hall: ZmqHall) -> None:
     zmq_hall.members["b"] = b
     for member in (a, c):
         member.connect("b", b.address)
-    c.send("b", Fetch(0), [bytes(HEADER_BYTES - 1000)])  # encryption needs some room
+    c.send("b", Echo(0), [bytes(HEADER_BYTES - 1000)])  # encryption needs some room
     zmq_hall.until_arrived("b", 1)
-    a.send("b", Fetch(1), [bytes(HEADER_BYTES + 1000)])
-    c.send("b", Fetch(3))
+    a.send("b", Echo(1), [bytes(HEADER_BYTES + 1000)])
+    c.send("b", Echo(3))
 
     def came_through() -> bool:
-        a.send("b", Fetch(2))  # what is in the kernel when the link is cut goes with it
-        return {2, 3} <= set(chunks(zmq_hall.arrived["b"]))
+        a.send("b", Echo(2))  # what is in the kernel when the link is cut goes with it
+        return {2, 3} <= set(numbers(zmq_hall.arrived["b"]))
 
     zmq_hall.until(came_through)
-    assert set(chunks(zmq_hall.arrived["b"])) == {0, 2, 3}
+    assert set(numbers(zmq_hall.arrived["b"])) == {0, 2, 3}
 
 
 # ---- threads, and the end
@@ -391,12 +391,12 @@ def test_any_thread_may_send(zmq_hall: ZmqHall) -> None:
 
     def speak(thread: int) -> None:
         for chunk in range(20):
-            a.send("b", Fetch(1000 * thread + chunk))
+            a.send("b", Echo(1000 * thread + chunk))
 
     threads = [threading.Thread(target=speak, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    order = chunks(zmq_hall.until_arrived("b", 80))
+    order = numbers(zmq_hall.until_arrived("b", 80))
     for thread in threads:
         thread.join()
     for thread_number in range(4):
@@ -415,22 +415,22 @@ def test_a_receive_under_way_can_be_woken(zmq_hall: ZmqHall) -> None:
 
 def test_what_is_queued_still_leaves_when_a_member_closes(zmq_hall: ZmqHall) -> None:
     a, _ = zmq_hall.join("a", "b")
-    a.send("b", Fetch(0))
+    a.send("b", Echo(0))
     zmq_hall.until_arrived("b", 1)
     for chunk in range(1, 9):
-        a.send("b", Fetch(chunk), [bytes(100_000)])
+        a.send("b", Echo(chunk), [bytes(100_000)])
     zmq_hall.members.pop("a").close(linger_s=60)
-    assert chunks(zmq_hall.until_arrived("b", 9)) == list(range(9))
+    assert numbers(zmq_hall.until_arrived("b", 9)) == list(range(9))
 
 
 def test_what_could_not_leave_yet_does_so_within_the_time_given_to_close(zmq_hall: ZmqHall) -> None:
     a, _ = zmq_hall.join("a", "b")
     count = IN_FLIGHT + 3  # more than ZeroMQ takes while b has not let anybody in
     for chunk in range(count):
-        a.send("b", Fetch(chunk), [bytes(LARGE)])
+        a.send("b", Echo(chunk), [bytes(LARGE)])
     closing = threading.Thread(target=zmq_hall.members.pop("a").close, args=(1e6,), daemon=True)
     closing.start()
-    assert chunks(zmq_hall.until_arrived("b", count)) == list(range(count))
+    assert numbers(zmq_hall.until_arrived("b", count)) == list(range(count))
     closing.join(60.0)
     assert not closing.is_alive(), "it still waits, though everything has left"
 
@@ -464,8 +464,8 @@ def test_closing_frees_sockets_and_threads(encrypt: bool) -> None:
         a, b = (ZmqTransport(n, host="127.0.0.1", credentials=credentials) for n in "ab")
         a.connect("b", b.address)
         a.connect("nobody", "tcp://127.0.0.1:1")
-        a.send("b", Fetch(1), [bytes(LARGE)])
-        a.send("nobody", Fetch(2), [bytes(LARGE)])
+        a.send("b", Echo(1), [bytes(LARGE)])
+        a.send("nobody", Echo(2), [bytes(LARGE)])
         a.send("b", Beat({}), priority=-1_000_000)
         message = None
         while message is None:
@@ -496,7 +496,7 @@ def test_a_closed_endpoint_in_memory_sends_no_more() -> None:
         a, _ = hall.join("a", "b")
         a.close(0.0)
         with pytest.raises(KeyError):
-            a.send("b", Fetch(0))
+            a.send("b", Echo(0))
 
 
 def accepted_by(member: ZmqTransport) -> set[tuple[str, int]]:
@@ -525,8 +525,8 @@ def test_idle_connections_are_ended_when_descriptors_run_short(
 
     for peer in (a, late):
         peer.connect("b", b.address)
-    a.send("b", Fetch(0))
-    assert next_from(a) == Fetch(0)
+    a.send("b", Echo(0))
+    assert next_from(a) == Echo(0)
     idle = [socket.create_connection(place_of(b.address), 10) for _ in range(100)]
     try:
         there = {connection.getsockname() for connection in idle}
@@ -537,17 +537,17 @@ def test_idle_connections_are_ended_when_descriptors_run_short(
         few = 2 * len(os.listdir("/proc/self/fd")) - 100
         monkeypatch.setattr(descriptors, "descriptor_limit", lambda: few)
         for number in range(200):
-            a.send("b", Fetch(number))
+            a.send("b", Echo(number))
             if number == 100:
                 time.sleep(0.05)
                 assert b.guard.tick() == 100
-        assert [next_from(a) for _ in range(200)] == [Fetch(number) for number in range(200)]
+        assert [next_from(a) for _ in range(200)] == [Echo(number) for number in range(200)]
         for connection in idle:
             connection.settimeout(10)
             while connection.recv(100):  # ZeroMQ's greeting, and then the end
                 pass
-        late.send("b", Fetch(7))
-        assert next_from(late) == Fetch(7)
+        late.send("b", Echo(7))
+        assert next_from(late) == Echo(7)
     finally:
         for connection in idle:
             connection.close()

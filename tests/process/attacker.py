@@ -18,8 +18,6 @@ from slipstream.transports.wire import (
     Configure,
     Fault,
     Fetch,
-    Load,
-    Piece,
     Publish,
     Push,
     Ready,
@@ -115,9 +113,9 @@ class Forger:
         bodies: Sequence[AnyBody] = (
             Configure(),
             Fault("rank 0", "made up", 0.0),
-            Fetch(0),
-            Load(0, 0),
-            State(0, [(0, "step", "float32")], 0),
+            Fetch(self._random.choice(["state", "residual", "snapshot", "own weights"])),
+            State("first weights", 0, 0, 65536, 0),
+            State("state", 0, 0, 4, 0, [(0, "step", "float32")]),
             Ready("no"),
         )
         return [self.header("rank 1", self._random.choice(bodies)), self.bytes_(300)]
@@ -127,7 +125,8 @@ class Forger:
         frame = bytes(self._random.choice([100, MEGABYTE]))
         sync = self._random.choice([1, 2, 10**6])
         sender = self._random.choice(["rank 0", "rank 1"])
-        body = Piece(sync, self._random.randrange(4), 0, checksum([frame]))
+        name = self._random.choice(["copy of rank 0", "own weights", "mean weights", "state"])
+        body = State(name, sync, 0, len(frame), checksum([frame]))
         return [self.header(sender, body), frame]
 
 
@@ -150,7 +149,7 @@ def send_oversized(address: str, credentials: Credentials) -> None:
         link.sndtimeo = 2000
         link.connect(address)
         with contextlib.suppress(zmq.Again):
-            link.send_multipart([encode_header("rank 1", Fetch(0)), bytes(70 * MEGABYTE)])
+            link.send_multipart([encode_header("rank 1", Fetch("state")), bytes(70 * MEGABYTE)])
             link.send(bytes(2 * MEGABYTE))
 
 

@@ -23,6 +23,7 @@ from test_simulated_backup_workers import (
 
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.send_context import SendContext
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.runtime.members.member import HUB
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.systems import async_sgd, bounded_staleness, push_pull
@@ -246,7 +247,9 @@ def test_a_gradient_that_has_not_left_is_not_overwritten_by_the_next() -> None:
     context = SendContext(settings.now)
     exchange = RoundChannel(0, plan, member, slots, context=context, limit_s=10)
     service = ShardService(1, member, limit_s=10)
-    servers = ServerState(plan, inventory, optimizer, member, service, 10, lambda value: [value])
+    servers = ServerState(
+        plan, inventory, optimizer, Transfer(member), service, 10, lambda value: [value]
+    )
     updates = Synchronizer(
         model,
         plan,

@@ -16,6 +16,7 @@ from slipstream.methods import SharedMemoryUpdates
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.consensus import Consensus
 from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.runtime.figures.summary import WorkerFigures, combine
 from slipstream.runtime.members.collective_calls import CollectiveCalls
 from slipstream.runtime.members.joining import Membership
@@ -99,10 +100,10 @@ class NetworkedSession:
         """Make what all pairs share; ``job.consensus`` averages the first one's weights."""
         env, member = self.membership.env, self.membership.member
         limit_s = self.membership.limits.wait_s
-        chain = StateChain(env.rank, env.world_size, member, limit_s)
-        numel = len(whole_vector(first.model))
-        consensus = Consensus(env.rank, env.world_size, member, numel, limit_s)
-        return SharedParts(self.membership, Shards(), chain, consensus, self._calls)
+        transfer, numel = Transfer(member), len(whole_vector(first.model))
+        chain = StateChain(env.rank, env.world_size, transfer, limit_s)
+        consensus = Consensus(env.rank, env.world_size, transfer, numel, limit_s)
+        return SharedParts(self.membership, Shards(), transfer, chain, consensus, self._calls)
 
     def _watch_steps(self, mode: NetworkedMode, pairs: Sequence[Pair], strategy: Strategy) -> None:
         each = [parts.synchronizer for parts in mode.parts]

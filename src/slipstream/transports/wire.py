@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -157,19 +157,6 @@ class Welcome(Body, tag="welcome", frozen=True):
     bytes_s: float
 
 
-class Ask(Body, tag="ask", frozen=True):
-    """Rank 0 to a worker: asks for its weights."""
-
-
-class WeightsReply(Body, tag="opinion", frozen=True):
-    """A worker's weights from ``start`` on, fp32, to rank 0; or all workers' mean, from rank 0, and
-    their ``spread`` around it."""
-
-    start: Count
-    spread: float
-    crc: Checksum
-
-
 class Rows(Body, tag="rows", frozen=True):
     """Rank 0 to workers, for the next choice between compact and dense: the number of rows of each
     layer's gradient."""
@@ -241,12 +228,9 @@ class Leased(Body, tag="leased", frozen=True):
     number: Count
 
 
-class Snapshot(Body, tag="snapshot", frozen=True):
-    """A worker to server 0: asks for the state of all servers' chunks."""
-
-
-class Dump(Body, tag="dump", frozen=True):
-    """Server 0 to all servers: send this worker the current state of your chunks."""
+class SnapshotDue(Body, tag="snapshot_due", frozen=True):
+    """Server 0 to all servers: send this rank the state of your chunks after the decisions so
+    far."""
 
     rank: Count
 
@@ -356,39 +340,27 @@ class Ready(Body, tag="ready", frozen=True):
     reason: Text | None = None
 
 
-class Piece(Body, tag="piece", frozen=True):
-    """Bytes of one tensor of rank 0's model, forwarded from rank to rank."""
-
-    sync: Count
-    tensor: Count
-    offset: Count
-    crc: Checksum
-
-
-class Load(Body, tag="load", frozen=True):
-    """The weights of a chunk, one frame per segment, for a server that updates them; ``anew``:
-    averages begin with them."""
-
-    chunk: Count
-    crc: Checksum
-    anew: bool = True
-
-
 class Fetch(Body, tag="fetch", frozen=True):
-    """Asks a server for the state of a chunk: its weights, the optimizer's entries, averages."""
+    """Asks for the state of this name; see ``State``."""
 
-    chunk: Count
+    name: Name
+    number: Count = 0
 
 
 class State(Body, tag="state", frozen=True):
-    """State of a chunk, either way: a frame for each (segment, entry, dtype).
+    """A piece of named state: its bytes from ``start`` on, of ``total``.
 
-    ``round`` is its number of updates.
+    ``number`` tells states of one name apart: chunks, or copies one after the other. Where the
+    receiver does not know what the bytes are, the first piece has the ``entries``: segment, name
+    and dtype of each, end to end. ``round`` is the number of updates in it.
     """
 
-    chunk: Count
-    entries: list[tuple[Count, Name, Name]]
+    name: Name
+    number: Count
+    start: Count
+    total: Count
     crc: Checksum
+    entries: list[tuple[Count, Name, Name]] = []
     round: Count = 0
 
 
@@ -456,13 +428,3 @@ def checksum(frames: Sequence[Buffer]) -> int:
     for frame in frames:
         crc = crc32c(frame, crc)
     return crc
-
-
-def refuse_damaged(message: Message[Any], crc: int) -> None:
-    """Check frames against their checksum.
-
-    Raises:
-        FrameRefused: The checksum is another.
-    """
-    if checksum(message.frames) != crc:
-        raise FrameRefused("checksum does not match the bytes")

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import make_plan
+from state_messages import StateMessages
 
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.plan import Plan
+from slipstream.runtime.files.state_entries import FIRST_WEIGHTS, STATE
 from slipstream.torch.optimizers.shard_optimizer import (
     ELEMENTWISE,
     WEIGHTS,
@@ -20,7 +22,7 @@ from slipstream.torch.optimizers.shard_optimizer import (
     settings_of,
     tensor_of,
 )
-from slipstream.transports.wire import Fetch, Load, Message, State, checksum
+from slipstream.transports.wire import State, checksum
 from slipstream.types import OptimizerRecipe, Settings, Spec, Values
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,9 +93,7 @@ class Shards:
                 bytes_of(weights[s.tensor].detach().reshape(-1)[s.start : s.stop])
                 for s in chunk.segments
             ]
-            self.holder(chunk.index).load(
-                Message("rank 0", Load(chunk.index, checksum(frames)), frames)
-            )
+            self.holder(chunk.index).chunks[chunk.index].load(frames, anew=True)
 
     def step(
         self, gradients: Sequence[torch.Tensor | None], told: Settings
@@ -122,9 +122,8 @@ class Shards:
         """Every entry of every tensor's state: pieces with their places."""
         pieces: dict[tuple[int, str], list[tuple[int, torch.Tensor]]] = {}
         for chunk in self.plan.chunks:
-            body, frames = self.holder(chunk.index).fetch(Message("rank 0", Fetch(chunk.index)))
-            assert body.crc == checksum(frames)
-            for (s, name, dtype), frame in zip(body.entries, frames, strict=True):
+            entries, frames = self.holder(chunk.index).chunks[chunk.index].state()
+            for (s, name, dtype), frame in zip(entries, frames, strict=True):
                 segment = chunk.segments[s]
                 entry = (segment.start, tensor_of(frame, getattr(torch, dtype)))
                 pieces.setdefault((segment.tensor, name), []).append(entry)
@@ -141,8 +140,7 @@ class Shards:
                     entries.append((s, name, str(part.dtype).removeprefix("torch.")))
                     frames.append(bytes_of(part))
             if entries:
-                body = State(chunk.index, entries, checksum(frames))
-                self.holder(chunk.index).load_state(Message("rank 0", body, frames))
+                self.holder(chunk.index).chunks[chunk.index].load_state(entries, frames)
 
 
 def cut(chunk_bytes: int, servers: int = 2, dtype: str = "float32") -> Plan:
@@ -269,30 +267,35 @@ def shards() -> Shards:
     return shards
 
 
-def sent(body: Load | State | Fetch, frames: Sequence[bytes] = ()) -> Message:
-    return Message("rank 0", body, frames)
+def messages_to(shards: Shards) -> StateMessages:
+    (node,) = shards.nodes
+    return StateMessages(shards.plan, node, shards.holder(0))
 
 
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(shards: Shards) -> None:
-    node = shards.holder(0)
+    messages = messages_to(shards)
     sizes = [4 * segment.numel for segment in shards.plan.chunks[0].segments]
     right = [bytes(size) for size in sizes]
-    wrong: dict[str, Callable[[], Message]] = {
-        "checksum": lambda: sent(Load(0, checksum(right) ^ 1), right),
-        "chunk": lambda: sent(Load(99, checksum(right)), right),
-        "one short": lambda: with_crc(Load, right[:-1]),
-        "one more": lambda: with_crc(Load, [*right, b""]),
-        "other sizes": lambda: with_crc(Load, [bytes(4), *right[1:]]),
+    total, frame = sum(sizes), bytes(sum(sizes))
+    damaged = State(FIRST_WEIGHTS, 0, 0, total, checksum(right) ^ 1)
+    wrong: dict[str, Callable[[], None]] = {
+        "wrong checksum": lambda: messages.post(damaged, frame),
+        "99 from rank 0 is not expected": lambda: messages.send(FIRST_WEIGHTS, 99, right),
+        f"of {total - sizes[-1]}, expected {total}": (
+            lambda: messages.send(FIRST_WEIGHTS, 0, right[:-1])
+        ),
+        f"of {total + 1}, expected {total}": (
+            lambda: messages.send(FIRST_WEIGHTS, 0, [*right, b"0"])
+        ),
+        f"of {total - sizes[0] + 4}, expected {total}": (
+            lambda: messages.send(FIRST_WEIGHTS, 0, [bytes(4), *right[1:]])
+        ),
     }
     before = shards.state()
-    for trouble, message in wrong.items():
-        with pytest.raises(FrameRefused):
-            node.load(message())
-        assert str(shards.state()) == str(before), trouble
-
-
-def with_crc(kind: type[Load], frames: list[bytes]) -> Message:
-    return sent(kind(0, checksum(frames)), frames)
+    for why, send in wrong.items():
+        with pytest.raises(FrameRefused, match=why):
+            send()
+        assert str(shards.state()) == str(before), why
 
 
 @pytest.mark.parametrize(
@@ -314,15 +317,16 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     before = str(shards.state())
     with pytest.raises(FrameRefused):
-        shards.holder(0).load_state(sent(State(0, entries, checksum(frames)), frames))
+        messages_to(shards).send(STATE, 0, frames, entries)
     assert str(shards.state()) == before
 
 
 def test_damaged_or_misplaced_state_is_refused(shards: Shards) -> None:
+    messages, entries = messages_to(shards), [(0, "step", "float32")]
     with pytest.raises(FrameRefused, match="checksum"):
-        shards.holder(0).load_state(sent(State(0, [(0, "step", "float32")], 1), [bytes(4)]))
-    with pytest.raises(FrameRefused, match="chunk 99"):
-        shards.holder(0).fetch(sent(Fetch(99)))
+        messages.post(State(STATE, 0, 0, 4, 1, entries), bytes(4))
+    with pytest.raises(FrameRefused, match="state 99 from rank 0 is not expected"):
+        messages.send(STATE, 99, [bytes(4)], entries)
 
 
 def test_settings_for_too_few_groups_are_refused(shards: Shards) -> None:

@@ -22,7 +22,7 @@ from slipstream.errors import OutOfDescriptors
 from slipstream.transports import descriptors
 from slipstream.transports.credentials import Credentials
 from slipstream.transports.descriptors import ConnectionGuard, raise_descriptor_limit
-from slipstream.transports.wire import Fetch
+from slipstream.transports.wire import Echo
 from slipstream.transports.zmq import ZmqTransport
 
 LIMIT_S = 60.0
@@ -183,7 +183,7 @@ PROGRAM = """
 import json, resource, sys
 from slipstream.errors import RuntimeFault
 from slipstream.transports.credentials import Credentials
-from slipstream.transports.wire import Fetch
+from slipstream.transports.wire import Echo
 from slipstream.transports.zmq import ZmqTransport
 peers, limit, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -191,8 +191,8 @@ hub = ZmqTransport("hub", host="127.0.0.1", credentials=Credentials(b"key", Fals
 try:
     for peer in range(peers):
         hub.connect(f"peer {peer}", address)
-        hub.send(f"peer {peer}", Fetch(0))
-        hub.send(f"peer {peer}", Fetch(1), priority=-1_000_000)
+        hub.send(f"peer {peer}", Echo(0))
+        hub.send(f"peer {peer}", Echo(1), priority=-1_000_000)
     hub.receive(0.01)
     print(hub.address, flush=True)
     heard = set()
@@ -200,7 +200,7 @@ try:
         message = hub.receive(0.1)
         hub.guard.tick()
         if message is not None:
-            heard.add(message.body.chunk)
+            heard.add(message.body.number)
     print(json.dumps("enough"))
 except RuntimeFault as fault:
     print(json.dumps(f"{type(fault).__name__}: {fault}"))
@@ -219,8 +219,8 @@ def with_limit(peers: int, limit: int) -> str:
         if said.startswith("tcp://"):
             for peer in range(peers):
                 everybody.connect(f"hub {peer}", said)
-                everybody.send(f"hub {peer}", Fetch(peer))
-                everybody.send(f"hub {peer}", Fetch(peers + peer), priority=-1_000_000)
+                everybody.send(f"hub {peer}", Echo(peer))
+                everybody.send(f"hub {peer}", Echo(peers + peer), priority=-1_000_000)
             deadline = time.monotonic() + LIMIT_S
             while hub.poll() is None and time.monotonic() < deadline:
                 everybody.receive(0.05)

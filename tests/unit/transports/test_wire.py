@@ -13,12 +13,10 @@ from slipstream.transports.wire import (
     Account,
     AnyBody,
     Arrived,
-    Ask,
     Beat,
     Commit,
     Configure,
     Contribute,
-    Dump,
     Early,
     Echo,
     Envelope,
@@ -32,11 +30,9 @@ from slipstream.transports.wire import (
     Lease,
     Leased,
     Leave,
-    Load,
     Lost,
     Message,
     Part,
-    Piece,
     Probe,
     Publish,
     Push,
@@ -49,10 +45,9 @@ from slipstream.transports.wire import (
     RouteUpdated,
     Rows,
     Serve,
-    Snapshot,
+    SnapshotDue,
     State,
     Tail,
-    WeightsReply,
     Welcome,
     WorkerLeft,
     checksum,
@@ -121,8 +116,6 @@ BODIES: dict[type[AnyBody], st.SearchStrategy[AnyBody]] = {
         st.lists(COUNTS, max_size=5),
         NUMBERS,
     ),
-    Ask: st.builds(Ask),
-    WeightsReply: st.builds(WeightsReply, COUNTS, NUMBERS, CHECKSUMS),
     Rows: st.builds(Rows, COUNTS, st.lists(COUNTS, max_size=5)),
     Replicas: st.builds(Replicas, CHECKSUMS),
     Arrived: st.builds(Arrived, COUNTS, COUNTS),
@@ -133,8 +126,7 @@ BODIES: dict[type[AnyBody], st.SearchStrategy[AnyBody]] = {
     RouteUpdated: st.builds(RouteUpdated, COUNTS),
     Lease: st.builds(Lease, st.integers(1, 1 << 40)),
     Leased: st.builds(Leased, COUNTS, COUNTS),
-    Snapshot: st.builds(Snapshot),
-    Dump: st.builds(Dump, COUNTS),
+    SnapshotDue: st.builds(SnapshotDue, COUNTS),
     Final: st.builds(Final, st.booleans()),
     Inquire: st.builds(Inquire),
     Account: st.builds(Account),
@@ -143,10 +135,17 @@ BODIES: dict[type[AnyBody], st.SearchStrategy[AnyBody]] = {
     Configure: st.builds(Configure),
     Release: st.builds(Release),
     Ready: st.builds(Ready, st.none() | TEXTS),
-    Piece: st.builds(Piece, COUNTS, COUNTS, COUNTS, CHECKSUMS),
-    Load: st.builds(Load, COUNTS, CHECKSUMS),
-    Fetch: st.builds(Fetch, COUNTS),
-    State: st.builds(State, COUNTS, st.lists(st.tuples(COUNTS, NAMES, NAMES)), CHECKSUMS),
+    Fetch: st.builds(Fetch, NAMES, COUNTS),
+    State: st.builds(
+        State,
+        NAMES,
+        COUNTS,
+        COUNTS,
+        COUNTS,
+        CHECKSUMS,
+        st.lists(st.tuples(COUNTS, NAMES, NAMES)),
+        COUNTS,
+    ),
 }
 ANY_BODY = st.one_of(*BODIES.values())
 
@@ -219,22 +218,23 @@ def test_other_msgpack_is_refused(content: object) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        ["rank 1", ["fetch", -1]],
-        ["rank 1", ["fetch", 1 << 62]],
-        ["rank 1", ["fetch", 1.5]],
-        ["rank 1", ["fetch", "1"]],
-        ["rank 1", ["fetch", True]],
+        ["rank 1", ["fetch", "state", -1]],
+        ["rank 1", ["fetch", "state", 1 << 62]],
+        ["rank 1", ["fetch", "state", 1.5]],
+        ["rank 1", ["fetch", "state", "1"]],
+        ["rank 1", ["fetch", "state", True]],
+        ["rank 1", ["fetch", 1]],
         ["rank 1", ["fetch"]],
-        ["rank 1", ["fetch", 1, 2]],
+        ["rank 1", ["fetch", "state", 1, 2]],
         ["rank 1", ["nonsense", 1]],
         ["rank 1", []],
-        ["r" * 65, ["fetch", 1]],
-        [1, ["fetch", 1]],
-        ["rank 1", ["load", 1, 1 << 32]],
+        ["r" * 65, ["fetch", "state"]],
+        [1, ["fetch", "state"]],
+        ["rank 1", ["state", "weights", 1, 0, 4, 1 << 32]],
         ["rank 1", ["leave", "x" * 20_001]],
         ["rank 1", ["push", 0, 0, 0, b"\1", 0, [{"lr": {"deep": 1}}]]],
-        ["rank 1", ["state", 0, [[0, "n" * 65, "float32"]], 0]],
-        {"sender": "rank 1", "body": ["fetch", 1]},
+        ["rank 1", ["state", "state", 0, 0, 4, 0, [[0, "n" * 65, "float32"]]]],
+        {"sender": "rank 1", "body": ["fetch", "state"]},
     ],
 )
 def test_values_outside_their_type_are_refused(content: object) -> None:
@@ -254,7 +254,7 @@ def test_values_outside_their_type_are_refused(content: object) -> None:
 def test_a_size_that_is_only_announced_costs_nothing(announced: bytes) -> None:
     import tracemalloc
 
-    prefix = encode_header("rank 1", State(3, [], 7))[:-2]  # up to the list of entries
+    prefix = encode_header("rank 1", State("state", 3, 0, 0, 7))[:-4]  # up to the list of entries
     tracemalloc.start()
     try:
         for header in (prefix + announced + b"\0" * 20, announced + b"\0" * 20):

@@ -9,10 +9,12 @@ import numpy as np
 
 from slipstream.codecs.residual import Floats
 from slipstream.errors import FrameRefused
-from slipstream.runtime.members.member import HUB, Member
-from slipstream.transports.wire import Ask, Message, WeightsReply, checksum
+from slipstream.runtime.exchange.transfer import Arrival, Transfer
+from slipstream.runtime.members.member import HUB
+from slipstream.transports.wire import Fetch, Message
 
-MESSAGE_VALUES = 1 << 18
+BLOCK_VALUES = 1 << 18
+VECTOR, MEAN = "own weights", "mean weights"
 
 
 class Differences:
@@ -26,8 +28,8 @@ class Differences:
         self._count = 1
 
     def add(self, vector: Floats) -> None:
-        for start in range(0, len(vector), MESSAGE_VALUES):  # in blocks, to save memory
-            place = slice(start, start + MESSAGE_VALUES)
+        for start in range(0, len(vector), BLOCK_VALUES):  # in blocks, to save memory
+            place = slice(start, start + BLOCK_VALUES)
             apart = vector[place].astype(np.float64) - self._first[place]
             self._total[place] += apart
             self._squares += float(apart @ apart)
@@ -47,20 +49,25 @@ class Consensus:
 
     Rank 0 asks one worker after the other, so that it holds only one other vector at a time. If a
     worker dies meanwhile, its vector does not count.
+
+    Args:
+        rank: This worker's.
+        workers: The number of workers.
+        transfer: Sends and receives the vectors.
+        numel: The length of a vector.
+        limit_s: How long to wait for one.
     """
 
-    def __init__(self, rank: int, workers: int, member: Member, numel: int, limit_s: float) -> None:
+    def __init__(
+        self, rank: int, workers: int, transfer: Transfer, numel: int, limit_s: float
+    ) -> None:
         self._meanwhile: Callable[[], None] = lambda: None
-        self._rank, self._workers, self._member = rank, workers, member
+        self._rank, self._workers = rank, workers
+        self._transfer, self._member = transfer, transfer.member
         self._numel, self._limit_s = numel, limit_s
-        self._asked = 0  # how often this worker was asked
-        self._answered = 0
-        self._expected_from = HUB  # the sender of the awaited vector
-        self._vector: Floats = np.zeros(0, np.float32)
-        self._taken = 0
-        self._spread = 0.0
-        member.on(Ask, self._on_ask)
-        member.on(WeightsReply, self._on_weights_reply)
+        self._reached = 0
+        self._asked: int | None = None  # the number of rank 0's request, until it is answered
+        transfer.serve(VECTOR, self._on_asked)
 
     def reach(
         self, own: Floats, meanwhile: Callable[[], None] = lambda: None
@@ -75,37 +82,39 @@ class Consensus:
         return self._lead(own) if self._rank == 0 else self._follow(own)
 
     def _lead(self, own: Floats) -> tuple[Floats, float]:
-        told, heard = Differences(own), []
-        for rank in range(1, self._workers):
-            name = f"rank {rank}"
-            self._expect(name)
-            if name not in self._member.lost:
-                self._member.send(name, Ask())
-                self._until(lambda name=name: self._whole or name in self._member.lost, name)  # type: ignore[misc]
-            if self._whole:
-                told.add(self._vector)
-                heard.append(name)
+        self._reached += 1
+        told = Differences(own)
+        names = [f"rank {rank}" for rank in range(1, self._workers)]
+        heard = [name for name in names if self._add_vector_of(name, told)]
         mean, spread = told.mean()
         for name in heard:
-            self._send(name, mean, spread)
+            memory = [np.array([spread]).view(np.uint8), mean.view(np.uint8)]
+            self._transfer.send(name, MEAN, self._reached, memory)
         return mean, spread
 
+    def _add_vector_of(self, name: str, told: Differences) -> bool:
+        """Ask a worker for its vector; returns False if the worker is lost before it is here."""
+        if name in self._member.lost:
+            return False
+        vector = np.empty(self._numel, np.float32)
+        arrival = Arrival(name, VECTOR, self._reached, lambda _: [vector.view(np.uint8)])
+        with self._transfer.expecting([arrival]):
+            self._transfer.ask(name, VECTOR, self._reached)
+            self._until(lambda: arrival.complete or name in self._member.lost, name)
+        if arrival.complete:
+            told.add(vector)
+        return arrival.complete
+
     def _follow(self, own: Floats) -> tuple[Floats, float]:
-        self._expect(HUB)
-        self._until(lambda: self._asked > self._answered, HUB)
-        self._answered += 1
-        self._send(HUB, own, 0.0)
-        self._until(lambda: self._whole, HUB)
-        return self._vector, self._spread
-
-    @property
-    def _whole(self) -> bool:
-        return self._taken == self._numel
-
-    def _expect(self, name: str) -> None:
-        with self._member.lock:
-            self._expected_from, self._taken = name, 0
-            self._vector = np.empty(self._numel, np.float32)
+        self._until(lambda: self._asked is not None, HUB)
+        number, self._asked = self._asked or 0, None
+        spread, mean = np.empty(1), np.empty(self._numel, np.float32)
+        memory = [spread.view(np.uint8), mean.view(np.uint8)]
+        arrival = Arrival(HUB, MEAN, number, lambda _: memory)
+        with self._transfer.expecting([arrival]):
+            self._transfer.send(HUB, VECTOR, number, [own.view(np.uint8)])
+            self._until(lambda: arrival.complete, HUB)
+        return mean, float(spread[0])
 
     def _until(self, holds: Callable[[], bool], name: str) -> None:
         self._member.poll_until(
@@ -116,28 +125,7 @@ class Consensus:
             missing=lambda: [name],
         )
 
-    def _send(self, peer: str, values: Floats, spread: float) -> None:
-        for start in range(0, len(values), MESSAGE_VALUES):
-            piece = values[start : start + MESSAGE_VALUES].view(np.uint8)
-            self._member.send(peer, WeightsReply(start, spread, checksum([piece])), [piece])
-
-    def _on_ask(self, message: Message[Ask]) -> None:
+    def _on_asked(self, message: Message[Fetch]) -> None:
         if message.sender != HUB:
-            raise FrameRefused(f"{message.sender} does not ask for weights")
-        self._asked += 1
-
-    def _on_weights_reply(self, message: Message[WeightsReply]) -> None:
-        body = message.body
-        nbytes = message.nbytes
-        if message.sender != self._expected_from or (self._rank != 0 and not self._answered):
-            raise FrameRefused(f"weights from {message.sender}")
-        if len(message.frames) != 1 or nbytes % 4 or nbytes > 4 * MESSAGE_VALUES:
-            raise FrameRefused(f"weights in {len(message.frames)} frames of {nbytes} bytes")
-        if body.start != self._taken or body.start + nbytes // 4 > len(self._vector):
-            raise FrameRefused(f"weights from {body.start} on, which are not the next")
-        if checksum(message.frames) != body.crc:
-            raise FrameRefused("weights whose checksum is wrong")
-        values = np.frombuffer(memoryview(message.frames[0]), np.float32)
-        self._vector[body.start : body.start + len(values)] = values
-        self._spread = body.spread
-        self._taken = body.start + len(values)
+            raise FrameRefused(f"{message.sender} asks for weights, expected {HUB}")
+        self._asked = message.body.number

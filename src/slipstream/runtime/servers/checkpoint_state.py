@@ -2,88 +2,126 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from slipstream.errors import FrameRefused
 from slipstream.runtime.exchange.aggregator import Aggregator, Updater
-from slipstream.runtime.members.endpoint import Endpoint
-from slipstream.runtime.servers.senders import asking_rank, from_hub, require_coordinator
-from slipstream.transports.wire import Dump, Fetch, Load, Message, State, checksum
-from slipstream.types import Node
+from slipstream.runtime.exchange.transfer import Arrival, Transfer
+from slipstream.runtime.files.state_entries import (
+    FIRST_WEIGHTS,
+    PUBLISHED,
+    RESIDUAL,
+    STATE,
+    WEIGHTS,
+    room_for,
+    room_in,
+)
+from slipstream.runtime.members.member import HUB
+from slipstream.runtime.servers.senders import asking_rank, require_coordinator
+from slipstream.transports.wire import Fetch, Message, SnapshotDue
+from slipstream.types import Buffer, Chunk, Entry, Node, Rank
 
 
-class Residuals:
+class ServerResiduals:
     """The residuals, by chunk, of a server that only averages gradients."""
 
-    def __init__(self, aggregator: Aggregator, member: Endpoint) -> None:
-        self._aggregator, self._member = aggregator, member
-        member.on(Fetch, self._on_fetch)
-        member.on(State, from_hub(self._on_state))
+    def __init__(self, node: Node, aggregator: Aggregator, transfer: Transfer) -> None:
+        self._aggregator, self._transfer = aggregator, transfer
+        self._chunks = [c for c in aggregator.plan.chunks_of(node) if self._of(c.index)]
+        transfer.serve(RESIDUAL, self._on_fetch)
+        for chunk in self._chunks:
+            room = partial(room_in, chunk, "float32")
+            transfer.expect(Arrival(HUB, PUBLISHED, chunk.index, room, done=self._restore))
 
     def _of(self, chunk: int) -> list[Any]:
-        """The residuals of a chunk's segments, without segments whose codec keeps none."""
+        """The residuals of a chunk's segments; none if the codec keeps none."""
         return [memory for memory in self._aggregator.memories(chunk) if memory is not None]
 
     def _on_fetch(self, message: Message[Fetch]) -> None:
         asking_rank(message, self._aggregator.plan.cluster)
-        residuals = self._of(message.body.chunk)
-        entries = [(segment, "residual", "float32") for segment in range(len(residuals))]
-        frames = [residual.tobytes() for residual in residuals]
-        body = State(message.body.chunk, entries, checksum(frames))
-        self._member.send(message.sender, body, frames)
+        for chunk in self._chunks:
+            frames = [residual.tobytes() for residual in self._of(chunk.index)]
+            self._transfer.send(message.sender, PUBLISHED, chunk.index, frames)
 
-    def _on_state(self, message: Message[State]) -> None:
-        residuals = self._of(message.body.chunk)
-        sizes = [residual.nbytes for residual in residuals]
-        if [memoryview(frame).nbytes for frame in message.frames] != sizes:
-            raise FrameRefused(f"residuals of chunk {message.body.chunk} have other sizes")
-        if checksum(message.frames) != message.body.crc:
-            raise FrameRefused(f"checksum of chunk {message.body.chunk}'s residuals does not match")
-        for residual, frame in zip(residuals, message.frames, strict=True):
-            residual.view(np.uint8)[:] = np.frombuffer(frame, np.uint8)
+    def _restore(self, arrival: Arrival) -> None:
+        for residual, saved in zip(self._of(arrival.number), arrival.memory, strict=True):
+            residual.view(np.uint8)[:] = saved
+
+
+class HeldChunk(Protocol):
+    """Weights and optimizer state of one chunk."""
+
+    def load(self, weights: Sequence[Buffer], *, anew: bool) -> None:
+        """Take weights, by segment; ``anew``: averages begin with them."""
+
+    def load_state(self, entries: Sequence[Entry], values: Sequence[Buffer]) -> None:
+        """Replace all of the optimizer's state, or refuse entries that it does not keep."""
+
+    def state(self) -> tuple[list[Entry], list[bytes]]:
+        """Copies of weights, averages and the optimizer's state."""
+        ...
 
 
 class StatefulUpdater(Updater, Protocol):
     """An optimizer that runs at a server and can be saved: the user's, or an outer one."""
 
-    def load(self, message: Message[Load]) -> None: ...
-
-    def load_state(self, message: Message[State]) -> None: ...
-
-    def fetch(self, message: Message[Fetch]) -> tuple[State, list[bytes]]: ...
-
-    def state(self, chunk: int) -> tuple[State, list[bytes]]: ...
+    @property
+    def chunks(self) -> Mapping[int, HeldChunk]: ...
 
 
-class OptimizerState:
-    """Weights and optimizer state of a server that updates."""
+class ServerOptimizerState:
+    """Weights and optimizer state of a server that updates.
+
+    Args:
+        node: This server.
+        updater: Holds the state of each chunk.
+        aggregator: Counts the updates.
+        transfer: Sends and receives the state.
+    """
 
     def __init__(
-        self, node: Node, updater: StatefulUpdater, aggregator: Aggregator, member: Endpoint
+        self, node: Node, updater: StatefulUpdater, aggregator: Aggregator, transfer: Transfer
     ) -> None:
-        self._node, self._updater = node, updater
-        self._aggregator, self._member = aggregator, member
-        member.on(Load, from_hub(updater.load))
-        member.on(State, from_hub(updater.load_state))
-        member.on(Fetch, self._on_fetch)
-        member.on(Dump, self._on_dump)
+        self._plan, self._updater = aggregator.plan, updater
+        self._aggregator, self._transfer = aggregator, transfer
+        self._chunks = self._plan.chunks_of(node)
+        transfer.serve(STATE, self._on_fetch)
+        transfer.member.on(SnapshotDue, self._on_snapshot_due)
+        for chunk in self._chunks:
+            weights = partial(room_in, chunk, chunk.dtype)
+            for name, room in (
+                (FIRST_WEIGHTS, weights),
+                (WEIGHTS, weights),
+                (STATE, partial(room_for, chunk)),
+            ):
+                transfer.expect(Arrival(HUB, name, chunk.index, room, done=self._load))
+
+    def _load(self, arrival: Arrival) -> None:
+        held = self._updater.chunks[arrival.number]
+        if arrival.name == STATE:
+            held.load_state(arrival.entries, arrival.memory)
+        else:
+            held.load(arrival.memory, anew=arrival.name == FIRST_WEIGHTS)
 
     def _on_fetch(self, message: Message[Fetch]) -> None:
-        body, frames = self._updater.fetch(message)
-        asking_rank(message, self._aggregator.plan.cluster)
-        self._member.send(message.sender, body, frames)
+        rank = asking_rank(message, self._plan.cluster)
+        for chunk in self._chunks:
+            self._send(rank, chunk)
 
-    def _on_dump(self, message: Message[Dump]) -> None:
+    def _on_snapshot_due(self, message: Message[SnapshotDue]) -> None:
         """Send every chunk's state to a worker, as of the same decision at all servers."""
-        plan, rank = self._aggregator.plan, message.body.rank
+        rank = message.body.rank
         require_coordinator(message)
-        if rank >= plan.cluster.ranks:
+        if rank >= self._plan.cluster.ranks:
             raise FrameRefused(f"there is no rank {rank}")
-        for chunk in plan.chunks_of(self._node):
-            body, frames = self._updater.state(chunk.index)
-            rounds = self._aggregator.round(plan.unit_of(chunk))
-            numbered = msgspec.structs.replace(body, round=rounds)
-            self._member.send(f"rank {rank}", numbered, frames)
+        for chunk in self._chunks:
+            self._send(rank, chunk, rounds=self._aggregator.round(self._plan.unit_of(chunk)))
+
+    def _send(self, rank: Rank, chunk: Chunk, rounds: int = 0) -> None:
+        entries, frames = self._updater.chunks[chunk.index].state()
+        peer, number = f"rank {rank}", chunk.index
+        self._transfer.send(peer, STATE, number, frames, entries=entries, round_=rounds)

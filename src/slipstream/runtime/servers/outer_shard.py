@@ -13,26 +13,18 @@ from slipstream.outer_optimizers import OuterOptimizer, State
 from slipstream.outer_optimizers.outer_optimizer import STEP
 from slipstream.plan import Plan
 from slipstream.runtime.files.state_entries import WEIGHTS
-from slipstream.transports import wire
-from slipstream.transports.wire import Fetch, Load, Message, checksum, refuse_damaged
-from slipstream.types import ITEM_BYTES, Chunk, Node, Settings, Values
+from slipstream.types import ITEM_BYTES, Buffer, Chunk, Entry, Node, Settings, Values
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Entry = tuple[int, str, str]  # segment, name, dtype
 
 
 class OuterShard:
     """The chunks that a server holds; implements ``StatefulUpdater``."""
 
     def __init__(self, plan: Plan, node: Node, optimizer: OuterOptimizer) -> None:
-        self._chunks = {
+        self.chunks = {
             chunk.index: OuterChunk(plan, chunk, optimizer) for chunk in plan.chunks_of(node)
         }
-
-    def _chunk(self, index: int) -> OuterChunk:
-        if index not in self._chunks:
-            raise FrameRefused(f"chunk {index} is not held here")
-        return self._chunks[index]
 
     def examine(self, settings: Settings | None) -> None:
         """An outer optimizer's settings are in the strategy, and never change."""
@@ -52,37 +44,12 @@ class OuterShard:
 
         No outer gradient is damped, so ``rate`` is 1: ``rules`` refuse strategies that would.
         """
-        held = self._chunk(chunk.index)
+        held = self.chunks[chunk.index]
         held.update(mean)
         return held.current([whole or values is not None for values in mean])
 
     def current(self, chunk: Chunk) -> Sequence[Values | None]:
-        return self._chunk(chunk.index).current([True] * len(chunk.segments))
-
-    def load(self, message: Message[Load]) -> None:
-        """Load weights.
-
-        Raises:
-            FrameRefused: They are damaged, or do not match the chunk.
-        """
-        refuse_damaged(message, message.body.crc)
-        self._chunk(message.body.chunk).load(message.frames)
-
-    def load_state(self, message: Message[wire.State]) -> None:
-        """Load the optimizer's state.
-
-        Raises:
-            FrameRefused: It is damaged, or does not match the chunk or the optimizer.
-        """
-        refuse_damaged(message, message.body.crc)
-        self._chunk(message.body.chunk).load_state(message.body.entries, message.frames)
-
-    def fetch(self, message: Message[Fetch]) -> tuple[wire.State, list[bytes]]:
-        return self.state(message.body.chunk)
-
-    def state(self, chunk: int) -> tuple[wire.State, list[bytes]]:
-        entries, frames = self._chunk(chunk).state()
-        return wire.State(chunk, entries, checksum(frames)), frames
+        return self.chunks[chunk.index].current([True] * len(chunk.segments))
 
 
 class OuterChunk:
@@ -126,12 +93,10 @@ class OuterChunk:
             for values, is_wanted in zip(self._values, wanted, strict=True)
         ]
 
-    def load(self, frames: Sequence[Any]) -> None:
-        sizes = [values.data.nbytes for values in self._values]
-        if [memoryview(frame).nbytes for frame in frames] != sizes:
-            raise FrameRefused(f"weights of chunk {self._chunk.index} have other sizes")
-        for values, frame in zip(self._values, frames, strict=True):
-            values.data[:] = np.frombuffer(frame, np.uint8)
+    def load(self, weights: Sequence[Buffer], *, anew: bool) -> None:
+        """Take weights, by segment; no averages are kept here that could begin anew."""
+        for values, content in zip(self._values, weights, strict=True):
+            values.data[:] = np.frombuffer(content, np.uint8)
 
     def state(self) -> tuple[list[Entry], list[bytes]]:
         """Weights and the optimizer's state, by segment and name."""
@@ -144,16 +109,16 @@ class OuterChunk:
                 frames.append(array.tobytes())
         return entries, frames
 
-    def load_state(self, entries: Sequence[Entry], frames: Sequence[Any]) -> None:
-        """Replace all of the state; segments without entries begin anew."""
-        if len(entries) != len(frames):
-            raise FrameRefused(
-                f"state of chunk {self._chunk.index}: {len(frames)} frames, not {len(entries)}"
-            )
+    def load_state(self, entries: Sequence[Entry], values: Sequence[Buffer]) -> None:
+        """Replace all of the state; segments without entries begin anew.
+
+        Raises:
+            FrameRefused: The outer optimizer keeps other entries.
+        """
         states: dict[int, State] = {}
-        for (place, name, dtype), frame in zip(entries, frames, strict=True):
+        for (place, name, dtype), content in zip(entries, values, strict=True):
             if name != WEIGHTS:
-                states.setdefault(place, {})[name] = self._entry(place, name, dtype, frame)
+                states.setdefault(place, {})[name] = self._entry(place, name, dtype, content)
         for place, state in states.items():
             kept = self._optimizer.init(widened(self._values[place])).keys()
             if state.keys() != kept:
@@ -163,21 +128,18 @@ class OuterChunk:
                 )
         self._states = states
 
-    def _entry(self, place: int, name: str, dtype: str, frame: Any) -> Array | float:
+    def _entry(self, place: int, name: str, dtype: str, content: Buffer) -> Array | float:
         """One entry of a segment's state: its number of updates, or one value for each element."""
-        numel = self._chunk.segments[place].numel if 0 <= place < len(self._is_weight) else 0
-        count = 1 if name == STEP else numel
-        nbytes = memoryview(frame).nbytes
-        if not numel or not self._is_weight[place] or nbytes != count * ITEM_BYTES.get(dtype, 0):
+        if not self._is_weight[place] or dtype not in ITEM_BYTES:
             raise FrameRefused(
-                f"state entry {name} of segment {place} is {nbytes} bytes of {dtype}, not {count} "
-                "values of a weight"
+                f"state entry {name} of segment {place} in {dtype}, expected that of a weight, in "
+                f"one of {sorted(ITEM_BYTES)}"
             )
-        content = np.frombuffer(frame, np.uint8).copy()
+        found = np.frombuffer(content, np.uint8)
         if name == STEP:
-            (number,) = as_format(content, dtype, "float64")
+            (number,) = as_format(found, dtype, "float64")
             return float(number)
-        return as_format(content, dtype, format_of(self._chunk.dtype))
+        return as_format(found, dtype, format_of(self._chunk.dtype))
 
 
 def format_of(dtype: str) -> str:

@@ -14,17 +14,18 @@ from slipstream.consistency.leases import Leases
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.planning.backups import Adapting
-from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.exchange.transfer import Transfer
+from slipstream.runtime.files.state_entries import SNAPSHOT
 from slipstream.runtime.servers.senders import asking_rank, server_of, worker_of
 from slipstream.transports.wire import (
     Arrived,
     Commit,
-    Dump,
+    Fetch,
     Lease,
     Leased,
     Message,
     Serve,
-    Snapshot,
+    SnapshotDue,
 )
 from slipstream.types import Rank
 
@@ -40,8 +41,9 @@ class RoundCoordinator:
         decider: Decides which contributions make each round; None if the plan needs no decisions.
     """
 
-    def __init__(self, plan: Plan, member: Endpoint) -> None:
-        self._plan, self._member = plan, member
+    def __init__(self, plan: Plan, transfer: Transfer) -> None:
+        self._plan = plan
+        self._member = member = transfer.member
         cluster = plan.cluster
         holding = sum(bool(plan.held_by(node)) for node in cluster.server_nodes)
         self.decider = plan.consistency.admit.decider(
@@ -49,8 +51,8 @@ class RoundCoordinator:
         )
         self._leases: Leases | None = None
         member.on(Arrived, self._on_arrived)
-        member.on(Snapshot, self._on_snapshot)
         member.on(Lease, self._on_lease)
+        transfer.serve(SNAPSHOT, self._on_snapshot)
 
     def tick(self) -> None:
         """Close rounds whose time limit has passed."""
@@ -83,9 +85,9 @@ class RoundCoordinator:
         body = message.body
         self._announce(decider.arrived(server, body.rank, body.round, self._member.now))
 
-    def _on_snapshot(self, message: Message[Snapshot]) -> None:
+    def _on_snapshot(self, message: Message[Fetch]) -> None:
         self._require_decider()
-        self._send_to_servers(Dump(asking_rank(message, self._plan.cluster)))
+        self._send_to_servers(SnapshotDue(asking_rank(message, self._plan.cluster)))
 
     def _on_lease(self, message: Message[Lease]) -> None:
         rank = worker_of(message, self._plan.cluster)
@@ -112,7 +114,7 @@ class RoundCoordinator:
                 self._send_to_servers(Commit(decision.round, list(decision.ranks)))
             self._finish_leases(decision)
 
-    def _send_to_servers(self, body: Commit | Serve | Dump) -> None:
+    def _send_to_servers(self, body: Commit | Serve | SnapshotDue) -> None:
         cluster = self._plan.cluster
         for node in cluster.server_nodes:
             self._member.send(cluster.name(node), body)

@@ -20,13 +20,18 @@ from typing import Any
 from slipstream.errors import FrameRefused, RuntimeFault, SlipstreamError
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.aggregator import Aggregator, PublishMean
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.runtime.launch.death_signal import death_signal
 from slipstream.runtime.launch.processes import PARTS, PARTS_PATH
 from slipstream.runtime.members.endpoint import Endpoint
 from slipstream.runtime.members.link_watch import LinkWatch
 from slipstream.runtime.members.member import HUB, Member, internal_fault
 from slipstream.runtime.process.environment import modules
-from slipstream.runtime.servers.checkpoint_state import OptimizerState, Residuals, StatefulUpdater
+from slipstream.runtime.servers.checkpoint_state import (
+    ServerOptimizerState,
+    ServerResiduals,
+    StatefulUpdater,
+)
 from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.outer_shard import OuterShard
 from slipstream.runtime.servers.round_coordinator import IDLE_S, RoundCoordinator
@@ -39,20 +44,18 @@ from slipstream.transports.wire import (
     Arrived,
     Commit,
     Configure,
-    Dump,
     Early,
     Fetch,
     Inquire,
     Lease,
     Leave,
-    Load,
     Message,
     Push,
     Ready,
     Release,
     RouteUpdated,
     Serve,
-    Snapshot,
+    SnapshotDue,
     State,
     WorkerLeft,
 )
@@ -61,7 +64,7 @@ from slipstream.types import Node, OptimizerRecipe
 
 NEEDS_CONFIGURATION: tuple[type[Any], ...] = (
     *(Push, Early, Arrived, Commit, Serve, WorkerLeft, RouteUpdated, Inquire),
-    *(Snapshot, Lease, Load, State, Fetch, Dump),
+    *(Lease, State, Fetch, SnapshotDue),
 )
 
 
@@ -148,15 +151,15 @@ class Server:
 
     def _shard(self, plan: Plan, optimizer: OptimizerRecipe | None, member: Endpoint) -> Shard:
         node = plan.cluster.server_nodes[self.index]
-        updater = updater_of(plan, node, optimizer)
+        updater, transfer = updater_of(plan, node, optimizer), Transfer(member)
         workers = [plan.cluster.name(worker) for worker in plan.cluster.worker_nodes]
         watch = LinkWatch(member.transport, workers, plan.congested_below, lambda: member.now)
         aggregator = Aggregator(node, plan, updater or PublishMean(), watch.congested)
         if updater is None:
-            Residuals(aggregator, member)
+            ServerResiduals(node, aggregator, transfer)
         else:
-            OptimizerState(node, updater, aggregator, member)
-        coordinator = RoundCoordinator(plan, member) if self.index == 0 else None
+            ServerOptimizerState(node, updater, aggregator, transfer)
+        coordinator = RoundCoordinator(plan, transfer) if self.index == 0 else None
         return Shard(node, aggregator, member, coordinator)
 
 

@@ -11,31 +11,39 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from slipstream.codecs import SharedCodec
 from slipstream.errors import FrameRefused
 from slipstream.plan import Plan
 from slipstream.runtime.exchange.rounds import RoundChannel
-from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.exchange.transfer import Arrival, Transfer
+from slipstream.runtime.files.state_entries import PUBLISHED, RESIDUAL, room_in
 from slipstream.runtime.members.member import HUB
 from slipstream.torch.checkpoints.training_state import HOLDERS, Tensors
-from slipstream.transports.wire import Fetch, Message, State, checksum
+from slipstream.transports.wire import Fetch, Message
 from slipstream.types import Chunk
-
-RESIDUAL, PUBLISHED = "residual", "published"  # entries of a state: a worker's own, or as a holder
 
 
 class Residuals:
-    """One worker's part in gathering and restoring residuals; rank 0 collects them."""
+    """One worker's part in gathering and restoring residuals; rank 0 collects them.
+
+    Args:
+        plan: Says which codecs keep residuals, and who holds a chunk.
+        exchange: Has this worker's residuals.
+        transfer: Sends and receives residuals.
+        limit_s: How long rank 0 waits for those of the others.
+    """
 
     def __init__(
-        self, plan: Plan, exchange: RoundChannel, member: Endpoint, limit_s: float
+        self, plan: Plan, exchange: RoundChannel, transfer: Transfer, limit_s: float
     ) -> None:
-        self._plan, self._exchange, self._member, self._limit_s = plan, exchange, member, limit_s
-        self._answers: dict[tuple[str, int, str], Message[Any]] = {}  # by sender, chunk and entry
+        self._plan, self._exchange, self._limit_s = plan, exchange, limit_s
+        self._transfer, self._member = transfer, transfer.member
         self._owed = [c for c in plan.chunks if any(m is not None for m in exchange.memories(c))]
         self._published = [
             chunk
@@ -43,8 +51,12 @@ class Residuals:
             if not isinstance(down := plan.routes[chunk.route].down, SharedCodec)
             and down.init(1, chunk.dtype) is not None
         ]
-        self._held = [c for c in self._published if self._holder(c) == member.name]
-        member.on(State, self._on_state)
+        self._held = [c for c in self._published if self._holder(c) == self._member.name]
+        transfer.serve(RESIDUAL, self._on_fetch)
+
+    def close(self) -> None:
+        """Answer no requests any more."""
+        self._transfer.stop_serving(RESIDUAL)
 
     @property
     def kept(self) -> bool:
@@ -54,52 +66,58 @@ class Residuals:
     # ---- saving
 
     def gather(self) -> dict[int | str, Tensors]:
-        """Every rank calls it; rank 0 gets all residuals, by worker or ``HOLDERS``."""
-        if not self._member.is_hub:
-            for chunk in self._owed:
-                self._send(HUB, chunk, RESIDUAL, self._exchange.memories(chunk))
-            for chunk in self._held:
-                self._send(HUB, chunk, PUBLISHED, self._exchange.held_memories(chunk))
-            return {}
-        for chunk in self._published:
-            if self._plan.cluster.worker(self._holder(chunk)) < 0:
-                self._member.send(self._holder(chunk), Fetch(chunk.index))
-        self._member.wait_until(
-            lambda: not self._awaited(),
-            what="everybody's residuals",
-            limit_s=self._limit_s,
-            missing=lambda: sorted({name for name, *_ in self._awaited()}),
-        )
+        """Every rank calls it; rank 0 gets all residuals, by worker or ``HOLDERS``.
+
+        The others only answer rank 0, which asks after all ranks have begun to save. What a lost
+        worker owed is lost with it.
+        """
         found: dict[int | str, Tensors] = {}
-        for chunk in self._owed:
-            self._collect(found, 0, chunk, self._exchange.memories(chunk))
-        for chunk in self._held:
-            self._collect(found, HOLDERS, chunk, self._exchange.held_memories(chunk))
-        for (name, index, entry), message in self._answers.items():
-            worker = self._plan.cluster.worker(name)
-            whose = worker if worker >= 0 and entry == RESIDUAL else HOLDERS
-            parts = [torch.frombuffer(bytearray(f), dtype=torch.float32) for f in message.frames]
-            self._collect(found, whose, self._plan.chunks[index], parts)
-        self._answers.clear()
+        if not self._member.is_hub:
+            return found
+        for name, chunk in self._kept_by(HUB):
+            self._collect(found, HUB, name, chunk, self._own(name, chunk))
+        cluster = self._plan.cluster
+        arrivals = [
+            Arrival(sender, name, chunk.index, partial(room_in, chunk, "float32"))
+            for sender in map(cluster.name, range(1, cluster.workers + cluster.servers))
+            if sender not in self._member.lost
+            for name, chunk in self._kept_by(sender)
+        ]
+        asked = dict.fromkeys((arrival.sender for arrival in arrivals), RESIDUAL)
+        what, limit_s = "everybody's residuals", self._limit_s
+        for arrival in self._transfer.receive(arrivals, asked, what=what, limit_s=limit_s):
+            chunk = self._plan.chunks[arrival.number]
+            parts = [memory.view(np.float32) for memory in arrival.memory]
+            self._collect(found, arrival.sender, arrival.name, chunk, parts)
         return found
 
-    def _awaited(self) -> set[tuple[str, int, str]]:
-        """Whose answers of which chunks have not come; what a lost worker owed is lost with it."""
-        wanted = {
-            (holder, c.index, RESIDUAL if self._plan.cluster.worker(holder) < 0 else PUBLISHED)
-            for c in self._published
-            if (holder := self._holder(c)) != self._member.name
-        }
-        for name in map(self._plan.cluster.name, range(1, self._plan.cluster.workers)):
-            if name not in self._member.lost:
-                wanted |= {(name, chunk.index, RESIDUAL) for chunk in self._owed}
-        return wanted - self._answers.keys()
+    def _kept_by(self, member: str) -> list[tuple[str, Chunk]]:
+        """The residuals that a member keeps, towards holders and as a holder."""
+        owed = self._owed if self._plan.cluster.worker(member) >= 0 else []
+        held = [chunk for chunk in self._published if self._holder(chunk) == member]
+        return [*((RESIDUAL, chunk) for chunk in owed), *((PUBLISHED, chunk) for chunk in held)]
+
+    def _own(self, name: str, chunk: Chunk) -> Sequence[Any]:
+        own = self._exchange
+        return own.memories(chunk) if name == RESIDUAL else own.held_memories(chunk)
+
+    def _on_fetch(self, message: Message[Fetch]) -> None:
+        if message.sender != HUB:
+            raise FrameRefused(f"{message.sender} asks for residuals, expected {HUB}")
+        for name, chunk in self._kept_by(self._member.name):
+            self._send(HUB, name, chunk, self._own(name, chunk))
 
     def _collect(
-        self, found: dict[int | str, Tensors], whose: int | str, chunk: Chunk, parts: object
+        self,
+        found: dict[int | str, Tensors],
+        member: str,
+        name: str,
+        chunk: Chunk,
+        parts: Sequence[Any],
     ) -> None:
+        whose = self._plan.cluster.worker(member) if name == RESIDUAL else HOLDERS
         tensors = found.setdefault(whose, {})
-        for segment, part in zip(chunk.segments, parts, strict=True):  # type: ignore[call-overload]
+        for segment, part in zip(chunk.segments, parts, strict=True):
             spec = self._plan.specs[segment.tensor]
             whole = tensors.setdefault(spec.name, torch.zeros(spec.numel))
             whole[segment.start : segment.stop] = torch.as_tensor(part)
@@ -134,7 +152,7 @@ class Residuals:
             for chunk in self._published:
                 if self._plan.cluster.worker(self._holder(chunk)) < 0:
                     parts = self._of_holder(chunk, saved.get(HOLDERS, {}))
-                    self._send(self._holder(chunk), chunk, RESIDUAL, parts)
+                    self._send(self._holder(chunk), PUBLISHED, chunk, parts)
 
     def _of_holder(self, chunk: Chunk, saved: Tensors) -> list[Any]:
         """By segment: what the chunk's holder had not sent of its results."""
@@ -145,26 +163,8 @@ class Residuals:
             parts.append(owed[segment.start : segment.stop].numpy())
         return parts
 
-    def _send(self, peer: str, chunk: Chunk, entry: str, memories: Sequence[Any]) -> None:
-        entries = [(s, entry, "float32") for s in range(len(memories))]
-        frames = [memory.tobytes() for memory in memories]
-        self._member.send(peer, State(chunk.index, entries, checksum(frames)), frames)
+    def _send(self, peer: str, name: str, chunk: Chunk, parts: Sequence[Any]) -> None:
+        self._transfer.send(peer, name, chunk.index, [part.tobytes() for part in parts])
 
     def _holder(self, chunk: Chunk) -> str:
         return self._plan.cluster.name(self._plan.holders_of(chunk)[0])
-
-    def _on_state(self, message: Message[State]) -> None:
-        body = message.body
-        if body.chunk >= len(self._plan.chunks):
-            raise FrameRefused(f"there is no chunk {body.chunk}")
-        chunk = self._plan.chunks[body.chunk]
-        sizes = [4 * segment.numel for segment in chunk.segments]
-        entry = body.entries[0][1] if body.entries else ""
-        is_holder = message.sender == self._holder(chunk)
-        known = is_holder or (self._plan.cluster.worker(message.sender) >= 0 and entry == RESIDUAL)
-        if not known or [memoryview(frame).nbytes for frame in message.frames] != sizes:
-            raise FrameRefused(f"residuals of chunk {body.chunk} from {message.sender}")
-        if checksum(message.frames) != body.crc:
-            raise FrameRefused(f"checksum of chunk {body.chunk}'s residuals does not match")
-        with self._member.updating():
-            self._answers[message.sender, body.chunk, entry] = message

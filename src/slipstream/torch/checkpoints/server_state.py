@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from slipstream.errors import FrameRefused, RuntimeFault
+from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
-from slipstream.runtime.files.state_entries import AVERAGE, WEIGHTS, is_scalar
-from slipstream.runtime.members.endpoint import Endpoint
+from slipstream.runtime.exchange.transfer import Arrival, Transfer
+from slipstream.runtime.files.state_entries import (
+    AVERAGE,
+    FIRST_WEIGHTS,
+    SNAPSHOT,
+    STATE,
+    WEIGHTS,
+    is_scalar,
+    room_for,
+)
 from slipstream.runtime.servers.senders import COORDINATOR
 from slipstream.runtime.servers.shard_service import ShardService
 from slipstream.torch.checkpoints.training_state import SharedState, optimizer_state
@@ -19,8 +28,7 @@ from slipstream.torch.optimizers.shard_optimizer import bytes_of, tensor_of
 from slipstream.torch.tensors.fingerprint import digest_of
 from slipstream.torch.tensors.inventory import Inventory, dtype_text
 from slipstream.torch.tensors.staging import as_real
-from slipstream.transports.wire import Fetch, Load, Message, Snapshot, State, checksum
-from slipstream.types import Chunk
+from slipstream.types import Buffer, Chunk, Entry
 
 
 class ServerState:
@@ -28,6 +36,7 @@ class ServerState:
 
     Args:
         optimizer: The optimizer that the loop uses; of it, checkpoints have type and settings.
+        transfer: Sends and receives the state.
         service: Sends requests to servers.
         meet: Waits until all ranks have called it, and returns the values of all.
     """
@@ -37,21 +46,25 @@ class ServerState:
         plan: Plan,
         inventory: Inventory,
         optimizer: torch.optim.Optimizer,
-        member: Endpoint,
+        transfer: Transfer,
         service: ShardService,
         limit_s: float,
         meet: Callable[[Any], Sequence[Any]],
     ) -> None:
         self._plan, self._optimizer, self._service = plan, optimizer, service
         self._tensors, self._parameters = inventory.tensors, inventory.parameters
-        self._member = member
+        self._transfer, self._member = transfer, transfer.member
         self._limit_s = limit_s
-        self._answers: dict[int, Message[State]] = {}
         self.meet = meet
-        member.on(State, self._on_state)
 
     def _server(self, chunk: Chunk) -> str:
         return self._plan.cluster.name(self._plan.holders_of(chunk)[0])
+
+    def _send(
+        self, name: str, chunk: Chunk, frames: Sequence[Buffer], entries: Sequence[Entry] = ()
+    ) -> None:
+        peer, number = self._server(chunk), chunk.index
+        self._transfer.send(peer, name, number, frames, entries=entries, priority=-1)
 
     def begin(self) -> None:
         """Send rank 0's weights to the servers; no server updates before it has them."""
@@ -71,8 +84,7 @@ class ServerState:
             if of is not None and not any(s.tensor in of for s in chunk.segments):
                 continue
             frames = [bytes_of(flat[s.tensor][s.start : s.stop]) for s in chunk.segments]
-            body = Load(chunk.index, checksum(frames), anew=anew)
-            self._member.send(self._server(chunk), body, frames, priority=-1)
+            self._send(FIRST_WEIGHTS if anew else WEIGHTS, chunk, frames)
 
     def take_weights(self, tensors: Container[int]) -> None:
         """Rank 0's weights of these tensors, which the loop has changed, are the servers' now."""
@@ -106,31 +118,18 @@ class ServerState:
 
     def fetch(self) -> SharedState:
         """The servers' whole state of every tensor, put together."""
-        self._answers.clear()
-        if self._plan.consistency.agreed:
-            self._member.send(COORDINATOR, Snapshot())
-        else:
-            for chunk in self._plan.chunks:
-                self._member.send(self._server(chunk), Fetch(chunk.index))
-        everything = len(self._plan.chunks)
-        self._member.wait_until(
-            lambda: len(self._answers) == everything,
-            what="the servers' optimizer state",
-            limit_s=self._limit_s,
-            missing=lambda: sorted(
-                {self._server(c) for c in self._plan.chunks if c.index not in self._answers}
-            ),
-        )
-        rounds = max((message.body.round for message in self._answers.values()), default=0)
+        arrivals = self._receive()
+        rounds = max((each.first.round for each in arrivals if each.first is not None), default=0)
         weights: dict[str, torch.Tensor] = {}
         averages: dict[str, torch.Tensor] = {}
         state: dict[str, dict[str, Any]] = {}
         pieces: dict[tuple[int, str], list[tuple[int, torch.Tensor]]] = {}
-        for index, message in self._answers.items():
-            for (s, name, dtype), frame in zip(message.body.entries, message.frames, strict=True):
-                segment = self._plan.chunks[index].segments[s]
-                value = tensor_of(frame, getattr(torch, dtype)).clone()
-                pieces.setdefault((segment.tensor, name), []).append((segment.start, value))
+        for arrival in arrivals:
+            segments = self._plan.chunks[arrival.number].segments
+            for (s, name, dtype), memory in zip(arrival.entries, arrival.memory, strict=True):
+                value = tensor_of(memory, getattr(torch, dtype))
+                parts = pieces.setdefault((segments[s].tensor, name), [])
+                parts.append((segments[s].start, value))
         for (tensor, name), parts in pieces.items():
             if not self._is_whole(tensor, name, parts):
                 continue  # the first update has reached some servers only
@@ -147,6 +146,18 @@ class ServerState:
             averages=averages,
             step=self._plan.steps_a_round * rounds,
         )
+
+    def _receive(self) -> Sequence[Arrival]:
+        """Ask servers for the state of all chunks, and wait for it."""
+        arrivals = [
+            Arrival(self._server(chunk), STATE, chunk.index, partial(room_for, chunk))
+            for chunk in self._plan.chunks
+        ]
+        asked = dict.fromkeys((arrival.sender for arrival in arrivals), STATE)
+        if self._plan.consistency.agreed:
+            asked = {COORDINATOR: SNAPSHOT}
+        what, limit_s = "the servers' optimizer state", self._limit_s
+        return self._transfer.receive(arrivals, asked, what=what, limit_s=limit_s)
 
     def _is_whole(self, tensor: int, name: str, parts: Sequence[tuple[int, torch.Tensor]]) -> bool:
         """Whether all servers of a tensor have sent this entry; each has it after an update."""
@@ -183,21 +194,7 @@ class ServerState:
                         part = as_real(value).reshape(-1)[segment.start : segment.stop]
                     entries.append((s, entry, dtype_text(part.dtype)))
                     frames.append(bytes_of(part.cpu()))
-            body = State(chunk.index, entries, checksum(frames))
-            self._member.send(self._server(chunk), body, frames, priority=-1)
-
-    def _on_state(self, message: Message[State]) -> None:
-        index = message.body.chunk
-        if index >= len(self._plan.chunks) or message.sender != self._server(
-            self._plan.chunks[index]
-        ):
-            raise FrameRefused(f"state of chunk {index} from {message.sender}")
-        if len(message.frames) != len(message.body.entries):
-            raise FrameRefused(f"state of chunk {index} is incomplete")
-        if checksum(message.frames) != message.body.crc:
-            raise FrameRefused(f"checksum of the state of chunk {index} does not match")
-        with self._member.updating():
-            self._answers[index] = message
+            self._send(STATE, chunk, frames, entries)
 
 
 def as_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:

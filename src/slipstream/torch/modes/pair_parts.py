@@ -97,6 +97,8 @@ class PairParts:
             self.optimizer.keep_at(None)
         if self.check is not None:
             self.check.close()
+        if self.residuals is not None:
+            self.residuals.close()
         self.synchronizer.close()
         self.member.close()
         self.channels.close()

@@ -19,6 +19,7 @@ from slipstream.runtime.exchange.engine import Applier
 from slipstream.runtime.exchange.rounds import RoundChannel
 from slipstream.runtime.exchange.send_context import SendContext
 from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.runtime.hosts.follower import HostFollower
 from slipstream.runtime.hosts.layers import HostLayers
 from slipstream.runtime.hosts.leader import HostLeader, HostSlots
@@ -63,6 +64,7 @@ class SharedParts:
 
     Attributes:
         shards: All servers.
+        transfer: Moves state of the job, and of pair 0.
         chain: Copies rank 0's state to all ranks.
         consensus: Computes the mean of the first pair's weights.
         calls: The job's collective calls.
@@ -72,6 +74,7 @@ class SharedParts:
 
     membership: Membership
     shards: Shards
+    transfer: Transfer
     chain: StateChain
     consensus: Consensus
     calls: CollectiveCalls
@@ -118,6 +121,7 @@ class PairSetup:
         self.membership, self.chain = shared.membership, shared.chain
         self.shards = shared.shards.for_pair(plan.cluster.servers)
         self.member = shared.next_endpoint()
+        self._transfer = Transfer(self.member) if self.member.pair else shared.transfer
         self.limit_s = shared.membership.limits.wait_s
         self._calls, self._has_weights = shared.calls, results is None
         env = shared.membership.env
@@ -258,7 +262,7 @@ class PairSetup:
 
         meet = partial(self._calls.gather, "load_state_dict")
         return ServerState(
-            self.plan, self.inventory, optimizer, self.member, service, self.limit_s, meet
+            self.plan, self.inventory, optimizer, self._transfer, service, self.limit_s, meet
         )
 
     # ---- the whole pair
@@ -285,7 +289,7 @@ class PairSetup:
         )
         residuals = None
         if channels.links is not None and not plan.update.holder_applies:
-            residuals = Residuals(plan, channels.links, self.member, self.limit_s)
+            residuals = Residuals(plan, channels.links, self._transfer, self.limit_s)
         return PairParts(
             plan=plan,
             model=self.model,

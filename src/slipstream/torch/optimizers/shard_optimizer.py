@@ -11,8 +11,7 @@ import torch
 from slipstream.errors import ConfigError, FrameRefused
 from slipstream.plan import Plan
 from slipstream.runtime.files.state_entries import AVERAGE, WEIGHTS, is_scalar
-from slipstream.transports.wire import Fetch, Load, Message, State, checksum, refuse_damaged
-from slipstream.types import Chunk, Node, OptimizerRecipe, Setting, Settings, Values
+from slipstream.types import Buffer, Chunk, Entry, Node, OptimizerRecipe, Setting, Settings, Values
 
 ELEMENTWISE = (
     "SGD",
@@ -76,21 +75,17 @@ def plain(value: Any) -> Setting:
 
 
 class ShardOptimizer:
-    """Weights and optimizer state of every chunk a server holds; implements ``Updater``."""
+    """Weights and optimizer state of every chunk a server holds; implements
+    ``StatefulUpdater``."""
 
     def __init__(self, plan: Plan, node: Node, recipe: OptimizerRecipe) -> None:
         if recipe.name not in ELEMENTWISE:
             raise ConfigError(f"{recipe.name} is not an elementwise optimizer")
         self._recipe = recipe
-        self._chunks = {
+        self.chunks = {
             chunk.index: ChunkOptimizer(plan, chunk, recipe) for chunk in plan.chunks_of(node)
         }
         warm_up(recipe)
-
-    def _chunk(self, index: int) -> ChunkOptimizer:
-        if index not in self._chunks:
-            raise FrameRefused(f"chunk {index} is not held here")
-        return self._chunks[index]
 
     def examine(self, settings: Settings | None) -> None:
         """Check settings that came with a gradient; None: unchanged.
@@ -129,39 +124,14 @@ class ShardOptimizer:
         Returns:
             The new weights, by segment.
         """
-        held = self._chunk(chunk.index)
+        held = self.chunks[chunk.index]
         if any(values is not None for values in mean):
             held.update(mean, settings, rate)
         wanted = [whole or values is not None for values in mean]
         return held.current(wanted)
 
     def current(self, chunk: Chunk) -> Sequence[Values | None]:
-        return self._chunk(chunk.index).current([True] * len(chunk.segments))
-
-    def load(self, message: Message[Load]) -> None:
-        """Load weights.
-
-        Raises:
-            FrameRefused: They are damaged, or do not match the chunk.
-        """
-        refuse_damaged(message, message.body.crc)
-        self._chunk(message.body.chunk).load(message.frames, anew=message.body.anew)
-
-    def load_state(self, message: Message[State]) -> None:
-        """Load optimizer state and averages.
-
-        Raises:
-            FrameRefused: They are damaged, or do not match the chunk.
-        """
-        refuse_damaged(message, message.body.crc)
-        self._chunk(message.body.chunk).load_state(message.body.entries, message.frames)
-
-    def fetch(self, message: Message[Fetch]) -> tuple[State, list[bytes]]:
-        return self.state(message.body.chunk)
-
-    def state(self, chunk: int) -> tuple[State, list[bytes]]:
-        entries, frames = self._chunk(chunk).state()
-        return State(chunk, entries, checksum(frames)), frames
+        return self.chunks[chunk.index].current([True] * len(chunk.segments))
 
 
 def warm_up(recipe: OptimizerRecipe) -> None:
@@ -237,13 +207,11 @@ class ChunkOptimizer:
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             group.update({key: restored(value) for key, value in settings[index].items()})
 
-    def load(self, frames: Sequence[Any], *, anew: bool = True) -> None:
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
-        if [memoryview(frame).nbytes for frame in frames] != sizes:
-            raise FrameRefused(f"weights of chunk {self._chunk.index} have other sizes")
+    def load(self, weights: Sequence[Buffer], *, anew: bool) -> None:
+        """Take weights, by segment; ``anew``: averages begin with them."""
         with torch.no_grad():
-            for parameter, frame in zip(self._parameters, frames, strict=True):
-                parameter.copy_(tensor_of(frame, self._dtype))
+            for parameter, content in zip(self._parameters, weights, strict=True):
+                parameter.copy_(tensor_of(content, self._dtype))
         if anew:
             self._begin_averages()
 
@@ -252,7 +220,7 @@ class ChunkOptimizer:
         if self._decay is not None and self._optimizer is not None:
             self._averages = [parameter.detach().clone() for parameter in self._parameters]
 
-    def state(self) -> tuple[list[tuple[int, str, str]], list[bytes]]:
+    def state(self) -> tuple[list[Entry], list[bytes]]:
         """Weights, averages and every tensor of the optimizer's state, by segment and name."""
         found = [(i, WEIGHTS, parameter) for i, parameter in enumerate(self._parameters)]
         found += [(i, AVERAGE, average) for i, average in enumerate(self._averages)]
@@ -262,35 +230,18 @@ class ChunkOptimizer:
         entries = [(i, name, str(t.dtype).removeprefix("torch.")) for i, name, t in found]
         return entries, [bytes_of(tensor) for _, _, tensor in found]
 
-    def load_state(self, entries: Sequence[tuple[int, str, str]], frames: Sequence[Any]) -> None:
-        if len(entries) != len(frames):
-            raise FrameRefused(f"state of chunk {self._chunk.index} does not fit")
+    def load_state(self, entries: Sequence[Entry], values: Sequence[Buffer]) -> None:
+        """Replace all of the optimizer's state, and averages that are given."""
         if self._optimizer is None:
             return
-        # Check all entries before one is used.
-        values = [self._entry(*entry, frame) for entry, frame in zip(entries, frames, strict=True)]
         self._optimizer.state.clear()
-        for (index, name, _), value in zip(entries, values, strict=True):
+        for (index, name, dtype), content in zip(entries, values, strict=True):
+            value = tensor_of(content, getattr(torch, dtype))
             if name == AVERAGE and self._decay is not None:
                 self._averages[index] = value
             elif name not in (AVERAGE, WEIGHTS):
+                value = value.reshape(()) if is_scalar(name) else value
                 self._optimizer.state[self._parameters[index]][name] = value
-
-    def _entry(self, index: int, name: str, dtype: str, frame: Any) -> torch.Tensor:
-        """One entry of a segment's state: a number, or one for each element."""
-        kind = getattr(torch, dtype, None)
-        numel = self._parameters[index].numel() if index < len(self._parameters) else 0
-        if (
-            numel
-            and isinstance(kind, torch.dtype)
-            and (kind.is_floating_point or kind == torch.int64)
-        ):
-            nbytes = memoryview(frame).nbytes
-            if nbytes == kind.itemsize and (numel != 1 or is_scalar(name)):
-                return tensor_of(frame, kind).clone().reshape(())
-            if nbytes == numel * kind.itemsize:
-                return tensor_of(frame, kind).clone()
-        raise FrameRefused(f"state entry {name} of segment {index} does not fit")
 
 
 def groups_defaults(groups: dict[int, dict[str, Any]]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.runtime.exchange.consensus import Consensus, Differences
+from slipstream.runtime.exchange.consensus import MEAN, VECTOR, Consensus, Differences
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.testing.clock import VirtualClock
 from slipstream.testing.members import SimulatedMember
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import WeightsReply, checksum
+from slipstream.transports.wire import Fetch, Message, State, checksum
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32), st.floats(0, 10))
@@ -54,7 +55,7 @@ class Scene:
         for name, other in self.others.items():
             other.connect("rank 0", endpoint.address)
             endpoint.connect(name, other.address)
-        self.consensus = Consensus(0, 3, self.member, numel=4, limit_s=1000.0)
+        self.consensus = Consensus(0, 3, Transfer(self.member), numel=4, limit_s=1000.0)
         self.script: list[Callable[[], None]] = []
 
     def move(self) -> bool:
@@ -68,7 +69,8 @@ class Scene:
 
     def say(self, name: str, start: int, values: list[float]) -> None:
         piece = np.array(values, np.float32).tobytes()
-        self.others[name].send("rank 0", WeightsReply(start, 0.0, checksum([piece])), [piece])
+        body = State(VECTOR, 1, 4 * start, 16, checksum([piece]))
+        self.others[name].send("rank 0", body, [piece])
 
 
 def test_of_one_that_dies_while_it_speaks_nothing_counts() -> None:
@@ -86,19 +88,25 @@ def test_of_one_that_dies_while_it_speaks_nothing_counts() -> None:
 ONES = np.ones(4, np.float32).tobytes()
 
 
+def reply(frame: bytes, *, number: int = 1, start: int = 0, total: int = 16) -> State:
+    return State(VECTOR, number, start, total, checksum([frame]))
+
+
 @pytest.mark.parametrize(
     ("sender", "body", "frames", "word"),
     [
-        ("rank 7", WeightsReply(0, 0.0, checksum([ONES])), [ONES], "weights from rank 7"),
-        ("rank 2", WeightsReply(0, 0.0, checksum([ONES])), [ONES], "weights from rank 2"),
-        ("rank 1", WeightsReply(4, 0.0, checksum([ONES])), [ONES], "not the next"),
-        ("rank 1", WeightsReply(0, 0.0, checksum([ONES * 4])), [ONES * 4], "not the next"),
-        ("rank 1", WeightsReply(0, 0.0, checksum([ONES, ONES])), [ONES, ONES], "2 frames"),
-        ("rank 1", WeightsReply(0, 0.0, 7), [ONES], "checksum"),
+        ("rank 7", reply(ONES), [ONES], "from rank 7 is not expected"),
+        ("rank 2", reply(ONES), [ONES], "from rank 2 is not expected"),
+        ("rank 1", reply(ONES, number=2), [ONES], "own weights 2 from rank 1 is not expected"),
+        ("rank 1", reply(ONES, start=16), [ONES], "not the next"),
+        ("rank 1", reply(ONES * 4), [ONES * 4], "expected 16 in all"),
+        ("rank 1", reply(ONES * 4, total=64), [ONES * 4], "expected 16 in all"),
+        ("rank 1", reply(ONES * 2), [ONES, ONES], "2 frames"),
+        ("rank 1", State(VECTOR, 1, 0, 16, 7), [ONES], "checksum"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
-    sender: str, body: WeightsReply, frames: list[bytes], word: str
+    sender: str, body: State, frames: list[bytes], word: str
 ) -> None:
     scene = Scene()
     refusals = []
@@ -114,3 +122,42 @@ def test_weights_that_do_not_fit_are_refused(
     mean, _ = scene.consensus.reach(np.ones(4, np.float32))
     assert word in refusals[0]
     assert mean.tolist() == [1, 1, 1, 1]
+
+
+def test_worker_answers_rank_0_and_takes_mean_and_spread() -> None:
+    network = MemoryNetwork()
+    hub = network.endpoint("rank 0")
+    said: list[Message] = []
+    mean = np.float32([2, 4])
+
+    def move() -> bool:
+        """Rank 0 asks for the fifth time, and gets the vector before it sends the mean."""
+        while (message := hub.receive(0.0)) is not None:
+            said.append(message)
+        if not asked:
+            asked.append(True)
+            hub.send("rank 1", Fetch(VECTOR, 5))
+        elif said:
+            frame = np.float64([0.5]).tobytes() + mean.tobytes()
+            hub.send("rank 1", State(MEAN, 5, 0, 16, checksum([frame])), [frame])
+        member.take(1)
+        return True
+
+    asked: list[bool] = []
+    member = SimulatedMember(
+        "rank 1", network, VirtualClock(), move=move, waits=lambda: True, trace=[]
+    )
+    hub.connect("rank 1", member.transport.address)
+    member.transport.connect("rank 0", hub.address)
+    consensus = Consensus(1, 2, Transfer(member), numel=2, limit_s=1000.0)
+    found, spread = consensus.reach(np.float32([1, 3]))
+    assert (found.tolist(), spread) == ([2, 4], 0.5)
+    assert said[0].body.number == 5
+    assert bytes(said[0].frames[0]) == np.float32([1, 3]).tobytes()
+
+
+def test_only_rank_0_asks_for_weights() -> None:
+    scene = Scene()
+    scene.others["rank 1"].send("rank 0", Fetch(VECTOR, 1))
+    scene.move()
+    assert scene.member.last_refusal == "rank 1: rank 1 asks for weights, expected rank 0"

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 from samples import values
 
 from slipstream.errors import WaitLimit
-from slipstream.runtime.exchange import state_chain
-from slipstream.runtime.exchange.state_chain import StateChain
+from slipstream.runtime.exchange import transfer
+from slipstream.runtime.exchange.state_chain import COPY, StateChain
+from slipstream.runtime.exchange.transfer import Transfer
 from slipstream.runtime.members.member import Member
 from slipstream.testing import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Piece, checksum
+from slipstream.transports.wire import State, checksum
 from slipstream.types import Values
 
 
@@ -29,7 +30,8 @@ class Chain:
             for other in range(ranks):
                 transport.connect(f"rank {other}", "")
         self.links = [
-            StateChain(rank, ranks, member, limit_s=0.0) for rank, member in enumerate(self.members)
+            StateChain(rank, ranks, Transfer(member), limit_s=0.0)
+            for rank, member in enumerate(self.members)
         ]
 
     def deliver(self) -> None:
@@ -48,7 +50,7 @@ def equal(a: list[Values], b: list[Values]) -> bool:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_chain, "PIECE_BYTES", 64)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 64)
 
 
 @given(
@@ -91,42 +93,60 @@ def test_a_rank_that_gets_nothing_says_from_whom() -> None:
         chain.links[2].run(tensors(0, 5))
 
 
+def piece(start: int, frame: bytes, total: int = 40) -> State:
+    return State(COPY, 0, start, total, checksum([frame]))
+
+
+FOUR = bytes(4)
+
+
 @pytest.mark.parametrize(
     ("sender", "body", "frames"),
     [
-        ("rank 2", Piece(0, 0, 0, checksum([bytes(4)])), [bytes(4)]),
-        ("rank 0", Piece(0, 0, 0, 1), [bytes(4)]),
-        ("rank 0", Piece(0, 0, 40, checksum([bytes(4)])), [bytes(4)]),
-        ("rank 0", Piece(0, 5, 0, checksum([bytes(4)])), [bytes(4)]),
-        ("rank 0", Piece(0, 0, 0, checksum([])), []),
-        ("rank 0", Piece(0, 0, 0, checksum([bytes(4)] * 2)), [bytes(4)] * 2),
+        ("rank 2", piece(0, FOUR), [FOUR]),
+        ("rank 0", State(COPY, 0, 0, 40, 1), [FOUR]),
+        ("rank 0", piece(40, FOUR), [FOUR]),
+        ("rank 0", piece(0, FOUR, total=44), [FOUR]),
+        ("rank 0", State("copy of rank 1", 0, 0, 40, checksum([FOUR])), [FOUR]),
+        ("rank 0", piece(0, b""), []),
+        ("rank 0", piece(0, FOUR * 2), [FOUR, FOUR]),
     ],
 )
 def test_a_piece_that_does_not_fit_is_refused_and_the_rest_still_fits(
-    sender: str, body: Piece, frames: list[bytes]
+    sender: str, body: State, frames: list[bytes]
 ) -> None:
     chain = Chain(3)
     link, member = chain.links[1], chain.members[1]
     target = tensors(7, 10)
-
-    def meanwhile() -> bool:
-        """The piece comes while rank 1 waits; then what rank 0 really sends."""
-        if not member.refused:
-            chain.members[int(sender[-1])].send("rank 1", body, frames)
-            chain.deliver()
-            chain.links[0].run(tensors(3, 10))
-            chain.deliver()
-        return not link._left
-
     waits = member.wait_until
 
     def wait_until(holds, **options):  # type: ignore[no-untyped-def]
-        waits(meanwhile, **options)
+        """The piece comes while rank 1 waits; then what rank 0 really sends."""
+        chain.members[int(sender[-1])].send("rank 1", body, frames)
+        chain.deliver()
+        assert member.refused == 1
+        chain.links[0].run(tensors(3, 10))
+        chain.deliver()
+        waits(holds, **options)
 
     member.wait_until = wait_until  # type: ignore[method-assign]
     link.run(target)
     assert member.refused == 1
     assert equal(target, tensors(3, 10))
+
+
+@pytest.mark.parametrize("sender", ["rank 0", "rank 2"])
+def test_early_pieces_are_kept_from_the_rank_before_while_the_chain_is_open(sender: str) -> None:
+    chain = Chain(3)
+    link, member = chain.links[1], chain.members[1]
+    source = chain.members[int(sender[-1])]
+    with link.opened():
+        source.send("rank 1", State(COPY, 1, 0, 40, checksum([FOUR])), [FOUR])
+        chain.deliver()
+        assert member.refused == (sender != "rank 0")
+    source.send("rank 1", State(COPY, 2, 0, 40, checksum([FOUR])), [FOUR])
+    chain.deliver()
+    assert f"{COPY} 2 from {sender} is not expected" in member.last_refusal
 
 
 def test_a_death_anywhere_on_the_way_ends_the_wait_of_all_behind_it() -> None:

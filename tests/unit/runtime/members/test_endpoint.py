@@ -14,7 +14,7 @@ from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.members.message_pump import TICK_S
 from slipstream.testing.clock import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Beat, Fetch, Leave, Message, Snapshot
+from slipstream.transports.wire import Beat, Echo, Inquire, Leave, Message
 
 Seen = list[tuple[int, int]]  # of each message: its pair, and which chunk it asks for
 
@@ -50,8 +50,8 @@ def two() -> Two:
 
 
 def noting(seen: Seen) -> Any:
-    def note(message: Message[Fetch]) -> None:
-        seen.append((message.pair, message.body.chunk))
+    def note(message: Message[Echo]) -> None:
+        seen.append((message.pair, message.body.number))
 
     return note
 
@@ -61,9 +61,9 @@ class Holder:
 
     def __init__(self, member: Endpoint) -> None:
         self.taken = 0
-        member.on(Fetch, self.take)
+        member.on(Echo, self.take)
 
-    def take(self, message: Message[Fetch]) -> None:
+    def take(self, message: Message[Echo]) -> None:
         self.taken += 1
 
 
@@ -72,7 +72,7 @@ def test_an_owner_that_closes_is_forgotten_and_late_messages_are_dropped(two: Tw
     holder = Holder(endpoint)
     known = weakref.ref(holder)
     for pair in (0, 1):
-        two.other.for_pair(pair).send(HUB, Fetch(1))
+        two.other.for_pair(pair).send(HUB, Echo(1))
     two.talk()
     assert (holder.taken, kept.taken) == (1, 1)
     endpoint.close()
@@ -80,7 +80,7 @@ def test_an_owner_that_closes_is_forgotten_and_late_messages_are_dropped(two: Tw
     gc.collect()
     assert known() is None
     for pair in (0, 1):
-        two.other.for_pair(pair).send(HUB, Fetch(2))
+        two.other.for_pair(pair).send(HUB, Echo(2))
     two.talk()
     assert kept.taken == 2
     assert two.hub.refused == 0
@@ -90,7 +90,7 @@ def test_an_owner_that_closes_leaves_its_successors_handlers(two: Two) -> None:
     first, second = two.hub.owned(), two.hub.owned()
     old, new = Holder(first), Holder(second)
     first.close()
-    two.other.send(HUB, Fetch(1))
+    two.other.send(HUB, Echo(1))
     two.talk()
     assert (old.taken, new.taken) == (0, 1)
 
@@ -104,9 +104,9 @@ def test_pair_0_is_the_member_itself(two: Two) -> None:
 def test_every_pair_takes_its_own_messages(two: Two) -> None:
     zero, one, two_ = [], [], []
     for number, seen in enumerate((zero, one, two_)):
-        two.hub.for_pair(number).on(Fetch, noting(seen))
+        two.hub.for_pair(number).on(Echo, noting(seen))
     for number in (2, 0, 1, 2):
-        two.other.for_pair(number).send(HUB, Fetch(10 + number))
+        two.other.for_pair(number).send(HUB, Echo(10 + number))
     two.talk()
     assert (zero, one, two_) == ([(0, 10)], [(1, 11)], [(2, 12), (2, 12)])
     assert two.hub.refused == 0
@@ -115,21 +115,21 @@ def test_every_pair_takes_its_own_messages(two: Two) -> None:
 def test_a_message_to_oneself_stays_in_its_pair(two: Two) -> None:
     seen: Seen = []
     view = two.hub.for_pair(1)
-    two.hub.on(Fetch, noting([]))
-    view.on(Fetch, noting(seen))
-    view.send(HUB, Fetch(5))
+    two.hub.on(Echo, noting([]))
+    view.on(Echo, noting(seen))
+    view.send(HUB, Echo(5))
     two.talk()
     assert seen == [(1, 5)]
 
 
 def test_a_message_of_an_unknown_pair_is_refused(two: Two) -> None:
     seen: Seen = []
-    two.hub.on(Fetch, noting(seen))
-    two.other.for_pair(1).send(HUB, Fetch(0))
+    two.hub.on(Echo, noting(seen))
+    two.other.for_pair(1).send(HUB, Echo(0))
     two.talk()
     assert seen == []
     assert two.hub.refused == two.hub.for_pair(1).refused == 1
-    assert two.hub.last_refusal == "rank 1: rank 0 takes no Fetch for pair 1"
+    assert two.hub.last_refusal == "rank 1: rank 0 takes no Echo for pair 1"
 
 
 @pytest.mark.parametrize("body", [Beat({"rank 1": 5}), Leave(round=5)])
@@ -143,11 +143,11 @@ def test_the_life_of_the_job_is_pair_0s_alone(two: Two, body: Any) -> None:
 
 def test_a_handler_of_any_pair_takes_what_no_pair_has_one_for(two: Two) -> None:
     any_pair, own = [], []
-    two.hub.on_any_pair(Fetch, noting(any_pair))
-    two.hub.for_pair(1).on(Fetch, noting(own))
+    two.hub.on_any_pair(Echo, noting(any_pair))
+    two.hub.for_pair(1).on(Echo, noting(own))
     for number in (0, 1, 2):
-        two.other.for_pair(number).send(HUB, Fetch(number))
-    two.other.for_pair(2).send(HUB, Snapshot())
+        two.other.for_pair(number).send(HUB, Echo(number))
+    two.other.for_pair(2).send(HUB, Inquire())
     two.talk()
     assert (any_pair, own) == ([(0, 0), (2, 2)], [(1, 1)])
     assert two.hub.refused == 1

@@ -8,7 +8,7 @@ from slipstream.errors import FrameRefused, PeerFailed, PeerLost, RuntimeFault, 
 from slipstream.runtime.members.member import BEAT_S, HUB, Member
 from slipstream.testing import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import Beat, Fault, Fetch, Leave, Message, Push, encode_header
+from slipstream.transports.wire import Beat, Echo, Fault, Leave, Message, Push, encode_header
 
 SILENCE_S = 5.0
 NAMES = ("rank 0", "rank 1", "rank 2", "server 0")
@@ -90,14 +90,14 @@ def test_a_refused_message_is_logged_for_debugging(
     company: Company, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="slipstream")
-    company["rank 2"].send("rank 1", Fetch(0))
+    company["rank 2"].send("rank 1", Echo(0))
     company.talk()
     assert caplog.messages == []
     caplog.set_level(logging.DEBUG, logger="slipstream")
-    company["rank 2"].send("rank 1", Fetch(0))
+    company["rank 2"].send("rank 1", Echo(0))
     company.talk()
     assert caplog.messages == [
-        'message_refused member="rank 1" kind=Fetch sender="rank 2" reason="rank 1 takes no Fetch"'
+        'message_refused member="rank 1" kind=Echo sender="rank 2" reason="rank 1 takes no Echo"'
     ]
 
 
@@ -261,10 +261,10 @@ def test_messages_that_do_not_fit_are_counted_and_the_last_is_quoted(company: Co
 
     company["rank 1"].on(Push, refuse)
     company["rank 2"].send("rank 1", Push(0, 0, 0, [], 0))
-    company["rank 2"].send("rank 1", Fetch(0))
+    company["rank 2"].send("rank 1", Echo(0))
     company.talk()
     assert company["rank 1"].refused == 2
-    assert company["rank 1"].last_refusal == "rank 2: rank 1 takes no Fetch"
+    assert company["rank 1"].last_refusal == "rank 2: rank 1 takes no Echo"
     company[HUB].send("rank 1", Push(0, 0, 0, [], 0))
     company.talk()
     with pytest.raises(WaitLimit, match="last message refused here, from rank 0: no such chunk"):
@@ -289,11 +289,11 @@ def test_what_cannot_even_be_read_stops_nobody(company: Company) -> None:
 
 def test_a_message_to_oneself_needs_no_ticket(company: Company) -> None:
     seen: list[Message] = []
-    company[HUB].on(Fetch, seen.append)
-    assert company[HUB].send(HUB, Fetch(3), [b"frame"]) is None
+    company[HUB].on(Echo, seen.append)
+    assert company[HUB].send(HUB, Echo(3), [b"frame"]) is None
     assert seen == [], "it waits for the pump, like any other"
     company[HUB].pump_once(0)
-    assert seen == [Message(HUB, Fetch(3), [b"frame"])]
+    assert seen == [Message(HUB, Echo(3), [b"frame"])]
 
 
 def test_ticks_come_once_a_beat(company: Company) -> None:
@@ -308,8 +308,8 @@ def test_an_error_on_the_network_thread_becomes_the_jobs_fault(company: Company)
     def broken(message: Message) -> None:
         raise IndexError("oops")
 
-    company[HUB].on(Fetch, broken)
-    company["rank 1"].send(HUB, Fetch(0))
+    company[HUB].on(Echo, broken)
+    company["rank 1"].send(HUB, Echo(0))
     company[HUB].run()
     with pytest.raises(RuntimeFault, match="network thread failed: IndexError: oops"):
         company[HUB].check()

@@ -8,7 +8,7 @@ from slipstream.errors import FrameRefused
 from slipstream.runtime.members.message_pump import TICK_S, MessagePump
 from slipstream.testing import VirtualClock
 from slipstream.transports.memory import MemoryNetwork
-from slipstream.transports.wire import AnyBody, Beat, Fetch, Lost, Message
+from slipstream.transports.wire import AnyBody, Beat, Echo, Lost, Message
 
 
 class Notes:
@@ -34,7 +34,7 @@ class Desk:
         self.peer = network.endpoint("rank 1")
         self.peer.connect("rank 0", "")
         self.chunks: list[int] = []
-        self.pump.on(Fetch, lambda message: self.chunks.append(message.body.chunk))
+        self.pump.on(Echo, lambda message: self.chunks.append(message.body.number))
 
     def run(self, turns: int) -> None:
         for _ in range(turns):
@@ -47,9 +47,9 @@ def desk() -> Desk:
 
 
 def test_what_a_member_sends_itself_is_handled_before_what_arrives(desk: Desk) -> None:
-    desk.peer.send("rank 0", Fetch(1), ())
-    desk.pump.send("rank 0", Fetch(2))
-    desk.pump.handle_later(Message("rank 0", Fetch(3)))
+    desk.peer.send("rank 0", Echo(1), ())
+    desk.pump.send("rank 0", Echo(2))
+    desk.pump.handle_later(Message("rank 0", Echo(3)))
     assert desk.pump.own_queue == 2
     desk.run(3)
     assert desk.chunks == [2, 3, 1]
@@ -57,15 +57,15 @@ def test_what_a_member_sends_itself_is_handled_before_what_arrives(desk: Desk) -
 
 def test_admission_comes_before_the_handler(desk: Desk) -> None:
     def admit(message: Message[Any]) -> bool:
-        if message.body == Fetch(9):
+        if message.body == Echo(9):
             raise FrameRefused("no chunk 9")
-        return message.body != Fetch(5)
+        return message.body != Echo(5)
 
     refused: list[str] = []
     desk.pump.admit = admit
     desk.pump.on_refused = lambda message, error: refused.append(str(error))
     for chunk in (4, 5, 9, 6):
-        desk.peer.send("rank 0", Fetch(chunk), ())
+        desk.peer.send("rank 0", Echo(chunk), ())
     desk.run(4)
     assert desk.chunks == [4, 6]
     assert refused == ["no chunk 9"]
@@ -92,21 +92,21 @@ def test_the_heartbeat_follows_the_ticks_and_knows_how_late_it_is(desk: Desk) ->
 def test_the_trace_has_every_message_sent_and_handled(desk: Desk) -> None:
     desk.pump.transport.connect("rank 1", "")
     desk.pump.send("rank 1", Beat({}))
-    desk.pump.send("rank 0", Fetch(1))
+    desk.pump.send("rank 0", Echo(1))
     desk.run(1)
     assert desk.notes.events == [
         ("sent", "rank 1", Beat({})),
-        ("sent", "rank 0", Fetch(1)),
-        ("handled", "rank 0", Fetch(1)),
+        ("sent", "rank 0", Echo(1)),
+        ("handled", "rank 0", Echo(1)),
     ]
 
 
 def test_an_error_of_a_handler_ends_the_thread_and_is_handed_over(desk: Desk) -> None:
-    def broken(message: Message[Fetch]) -> None:
+    def broken(message: Message[Echo]) -> None:
         raise IndexError("oops")
 
     errors: list[Exception] = []
-    desk.pump.on(Fetch, broken)
-    desk.pump.send("rank 0", Fetch(0))
+    desk.pump.on(Echo, broken)
+    desk.pump.send("rank 0", Echo(0))
     desk.pump.run(errors.append)
     assert [str(error) for error in errors] == ["oops"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_messages import StateMessages
 from torch import nn
 
 from slipstream._native import mean_into
@@ -17,6 +18,7 @@ from slipstream.errors import FrameRefused
 from slipstream.methods import Rounds
 from slipstream.outer_optimizers import SGD, Adam, Nesterov, OuterOptimizer
 from slipstream.routes import Everywhere, Route
+from slipstream.runtime.files.state_entries import FIRST_WEIGHTS, STATE
 from slipstream.runtime.servers.outer_shard import OuterShard
 from slipstream.runtime.servers.server import updater_of
 from slipstream.schedules import AfterBackward
@@ -24,8 +26,8 @@ from slipstream.strategy import Strategy
 from slipstream.topologies import Sharded
 from slipstream.torch.checkpoints.outer_weights import OuterWeights
 from slipstream.torch.tensors.inventory import Inventory
-from slipstream.transports.wire import Load, Message, State, checksum
-from slipstream.types import Cluster, Spec, Values
+from slipstream.transports.wire import State, checksum
+from slipstream.types import Cluster, Entry, Spec, Values
 from slipstream.updates import LocalSteps, Update
 
 NUMEL = 10
@@ -45,10 +47,6 @@ def numbers(values: Values | None) -> list[float]:
     return out.tolist()
 
 
-def message(body: Any, frames: Sequence[bytes]) -> Message[Any]:
-    return Message("rank 0", body, list(frames))
-
-
 class ShardHarness:
     """The only shard of a job with one tensor of ten values."""
 
@@ -65,19 +63,20 @@ class ShardHarness:
         )
         plan = strategy.plan([Spec("w", (NUMEL,), dtype, 0, role)], Cluster(2, servers=1))
         (self.chunk,) = plan.chunks
-        updater = updater_of(plan, plan.cluster.server_nodes[0], None)
+        node = plan.cluster.server_nodes[0]
+        updater = updater_of(plan, node, None)
         assert isinstance(updater, OuterShard)
         self.shard = updater
+        self.messages = StateMessages(plan, node, updater)
 
     def load(self, weights: Values) -> None:
-        frames = [weights.data.tobytes()]
-        self.shard.load(message(Load(0, checksum(frames)), frames))
+        self.messages.send(FIRST_WEIGHTS, 0, [weights.data])
 
-    def load_state(self, body: State, frames: Sequence[bytes]) -> None:
-        self.shard.load_state(message(body, frames))
+    def load_state(self, entries: Sequence[Entry], frames: Sequence[bytes]) -> None:
+        self.messages.send(STATE, 0, frames, entries)
 
-    def state(self) -> tuple[State, list[bytes]]:
-        return self.shard.state(0)
+    def state(self) -> tuple[list[Entry], list[bytes]]:
+        return self.shard.chunks[0].state()
 
     def apply(self, gradient: Values) -> list[float]:
         (result,) = self.shard.apply(self.chunk, [gradient], None)
@@ -103,7 +102,7 @@ def test_weights_of_other_formats_are_updated_in_32_bits_or_more(dtype: str) -> 
     held = ShardHarness(Nesterov(0.5, 0.5, "server"), dtype)
     held.load(values([1.0] * NUMEL, dtype))
     assert held.apply(values([0.5] * NUMEL, dtype)) == [1 - 0.5 * 0.75] * NUMEL
-    entries = held.state()[0].entries
+    entries = held.state()[0]
     assert (0, "weights", dtype) in entries
     assert (0, "momentum_buffer", "float64" if dtype == "float64" else "float32") in entries
 
@@ -112,7 +111,7 @@ def test_buffer_becomes_its_mean() -> None:
     held = ShardHarness(Adam(at="server"), role="buffer")
     held.load(values([5.0] * NUMEL))
     assert held.apply(values([2.0] * NUMEL)) == [2.0] * NUMEL
-    assert [name for _, name, _ in held.state()[0].entries] == ["weights"]
+    assert [name for _, name, _ in held.state()[0]] == ["weights"]
 
 
 @pytest.mark.parametrize("outer", EVERY, ids=repr)
@@ -120,8 +119,8 @@ def test_loaded_state_goes_on_as_it_would_have(outer: OuterOptimizer) -> None:
     held, again = ShardHarness(outer), ShardHarness(outer)
     for gradient in ([1.0, -2.0] * 5, [0.5, 3.0] * 5):
         weights = held.apply(values(gradient))
-    body, frames = held.state()
-    again.load_state(body, frames)
+    entries, frames = held.state()
+    again.load_state(entries, frames)
     again.load(values(weights))
     last = values([-1.0, 0.25] * 5)
     assert again.apply(last) == held.apply(last)
@@ -130,17 +129,18 @@ def test_loaded_state_goes_on_as_it_would_have(outer: OuterOptimizer) -> None:
 FULL = np.ones(NUMEL, np.float32).tobytes()
 BAD: dict[str, tuple[list[tuple[int, str, str]], list[bytes], str]] = {
     "another segment": ([(1, "momentum_buffer", "float32")], [FULL], "of segment 1"),
-    "a negative segment": ([(-1, "momentum_buffer", "float32")], [FULL], "of segment -1"),
-    "too short": ([(0, "momentum_buffer", "float32")], [FULL[:-4]], "36 bytes of float32"),
-    "an unknown dtype": ([(0, "momentum_buffer", "int64")], [FULL], "bytes of int64"),
+    "too short": ([(0, "momentum_buffer", "float32")], [FULL[:-4]], "of 36, expected 40 in all"),
+    "an unknown dtype": ([(0, "momentum_buffer", "int8")], [FULL], "segment 0 in int8, expected"),
+    "no format of weights": ([(0, "momentum_buffer", "int64")], [FULL * 2], "segment 0 in int64"),
     "an unknown name": ([(0, "exp_avg", "float32")], [FULL], "the outer optimizer keeps"),
     "an entry more": (
         [(0, "momentum_buffer", "float32"), (0, "exp_avg", "float32")],
         [FULL, FULL],
         "the outer optimizer keeps",
     ),
-    "a frame less": ([(0, "momentum_buffer", "float32")], [], "0 frames, not 1"),
-    "a step of many": ([(0, "step", "float32")], [FULL], "not 1 values"),
+    "a frame less": ([(0, "momentum_buffer", "float32")], [], "of 0, expected 40 in all"),
+    "a step of many": ([(0, "step", "float32")], [FULL], "of 40, expected 4 in all"),
+    "too many": ([(0, "step", "float32")] * 17, [bytes(4)] * 17, "17 entries, expected at most 16"),
 }
 
 
@@ -151,20 +151,21 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(case: str) -> No
     held.apply(values([1.0] * NUMEL))
     before = held.state()
     with pytest.raises(FrameRefused, match=why):
-        held.load_state(State(0, entries, checksum(frames)), frames)
+        held.load_state(entries, frames)
     assert held.state() == before
 
 
 def test_damaged_and_misplaced_messages_are_refused() -> None:
     held = ShardHarness(SGD(at="server"))
+    wrong = checksum([FULL]) ^ 1
     with pytest.raises(FrameRefused, match="checksum"):
-        held.shard.load(message(Load(0, checksum([FULL]) ^ 1), [FULL]))
+        held.messages.post(State(FIRST_WEIGHTS, 0, 0, 40, wrong), FULL)
     with pytest.raises(FrameRefused, match="checksum"):
-        held.load_state(State(0, [], checksum([]) ^ 1), [])
-    with pytest.raises(FrameRefused, match="chunk 7 is not held here"):
-        held.shard.load(message(Load(7, checksum([FULL])), [FULL]))
-    with pytest.raises(FrameRefused, match="other sizes"):
-        held.shard.load(message(Load(0, checksum([FULL[4:]])), [FULL[4:]]))
+        held.messages.post(State(STATE, 0, 0, 40, wrong, [(0, "momentum_buffer", "float32")]), FULL)
+    with pytest.raises(FrameRefused, match="first weights 7 from rank 0 is not expected"):
+        held.messages.send(FIRST_WEIGHTS, 7, [FULL])
+    with pytest.raises(FrameRefused, match="of 36, expected 40 in all"):
+        held.messages.send(FIRST_WEIGHTS, 0, [FULL[4:]])
     with pytest.raises(FrameRefused, match="settings"):
         held.shard.examine([{"lr": 1.0}])
     held.shard.examine(None)

@@ -7,6 +7,7 @@ from samples import floats, make_plan, push, vector
 
 from slipstream.errors import RuntimeFault
 from slipstream.plan import Plan
+from slipstream.runtime.files.state_entries import FIRST_WEIGHTS, STATE, WEIGHTS
 from slipstream.runtime.members.member import HUB, Member
 from slipstream.runtime.servers.configuration import Configuration
 from slipstream.runtime.servers.server import Server
@@ -21,7 +22,6 @@ from slipstream.transports.wire import (
     Inquire,
     Lease,
     Leave,
-    Load,
     Message,
     Publish,
     Push,
@@ -131,7 +131,7 @@ def updating(bench: Bench, specs: list[Spec] = SPECS) -> Plan:
     plan = make_plan(specs, at_holder=True)
     bench.configure(plan, SGD)
     weights = [np.float32([10, 20, 30])]
-    bench.tell(HUB, Load(0, checksum(weights)), *weights)
+    bench.tell(HUB, State(FIRST_WEIGHTS, 0, 0, 12, checksum(weights)), *weights)
     assert bench.member.refused == 0
     return plan
 
@@ -157,14 +157,14 @@ def test_a_server_that_updates_publishes_weights(bench: Bench) -> None:
 @pytest.mark.parametrize("sender", [HUB, "rank 1"])
 def test_workers_may_ask_for_state(bench: Bench, sender: str) -> None:
     updating(bench)
-    bench.tell(sender, Fetch(0))
+    bench.tell(sender, Fetch(STATE))
     assert isinstance(bench.heard(sender)[-1].body, State)
 
 
 def test_strangers_get_no_state(bench: Bench) -> None:
     """An answer to a stranger could not even be sent: there is no link to one."""
     updating(bench)
-    bench.tell("stranger", Fetch(0))
+    bench.tell("stranger", Fetch(STATE))
     assert bench.member.refused == 1
 
 
@@ -173,9 +173,10 @@ def test_only_rank_0_touches_weights_or_state(bench: Bench, sender: str) -> None
     plan = updating(bench)
     weights = [np.float32([0, 0, 0])]
     entries = [(0, "momentum_buffer", "float32")]
-    bench.tell(sender, Load(0, checksum(weights)), *weights)
-    bench.tell(sender, State(0, entries, checksum(weights)), *weights)
-    assert bench.member.refused == 2
+    for name in (FIRST_WEIGHTS, WEIGHTS):
+        bench.tell(sender, State(name, 0, 0, 12, checksum(weights)), *weights)
+    bench.tell(sender, State(STATE, 0, 0, 12, checksum(weights), entries), *weights)
+    assert bench.member.refused == 3
     body, frames = push(plan.chunks[0], [floats(1, 2, 3)])
     for rank in range(2):
         bench.tell(f"rank {rank}", told(body, [{"lr": 1.0}]), *frames)
@@ -239,7 +240,9 @@ def test_only_server_0_decides_and_leases() -> None:
     assert member.last_refusal == "rank 0: server 1 takes no Arrived under this plan"
 
 
-@pytest.mark.parametrize("body", [Inquire(), Lease(8, 0), WorkerLeft(0), Fetch(0), Commit(0, [])])
+@pytest.mark.parametrize(
+    "body", [Inquire(), Lease(8, 0), WorkerLeft(0), Fetch(STATE), Commit(0, [])]
+)
 def test_nothing_but_the_plan_is_taken_before_the_plan(bench: Bench, body: AnyBody) -> None:
     bench.tell(HUB, body)
     kind = type(body).__name__
