@@ -113,7 +113,7 @@ class Schedule(NamedTuple):
         """Whether the rate may still fall to 0 early, after so many updates.
 
         >>> job, schedule = JobSetting(least_updates_to_stop=0), Schedule(2, 90, 100, 100, 100)
-        >>> [schedule.may_stop([Point(best, 0.5)], job, 60) for best in (50, 54, 55)]
+        >>> [schedule.may_stop([Point(best, 0.5)], job, 60) for best in (20, 24, 25)]
         [True, True, False]
         """
         best = max(curve, key=lambda point: point.accuracy, default=Point(0, 0.0))
