@@ -74,7 +74,8 @@ def test_weights_that_are_swapped_by_hand_are_named(counted: Path) -> None:
     """Those that rank 0 has put back lack what its peers have added meanwhile."""
     said = told(counted, BY_HAND, list(range(RANKS)))
     (warning,) = (message for each in said for message in each["warned"])
-    assert "'large'" in warning or "'small'" in warning  # whichever a peer had added to meanwhile
+    # A message may have reached any of them when the loop put its values back.
+    assert any(f"'{name}'" in warning for name in WEIGHTS)
     assert "within `with job.swapped_weights():`" in warning
     assert said[0]["counted"] != [everything(STEPS)] * 2
 
